@@ -1,0 +1,132 @@
+// The CUDA runtime as the CPU device implements it. Found through the include path instead of the
+// toolkit's header of the same name, so that a .cu file compiles unchanged with a host compiler.
+//
+// What is here is what the repository's kernels use. Names, argument orders and error codes are CUDA's.
+#pragma once
+
+#include <cassert>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <tuple>
+#include <utility>
+
+#include "device_atomics.h"
+#include "device_math.h"
+#include "device_sync.h"
+#include "device_types.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+// A block runs on one OS thread, so a thread-local array is shared by exactly the threads of a block.
+#define __shared__ thread_local
+
+#undef assert
+#define assert(condition) ((condition) ? (void)0 : ::cpu_device::fail_assert(#condition, __FILE__, __LINE__))
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorIllegalAddress = 700,
+  cudaErrorLaunchTimeout = 702,
+  cudaErrorAssert = 710,
+  cudaErrorLaunchFailure = 719,
+};
+
+enum cudaMemcpyKind {
+  cudaMemcpyHostToHost = 0,
+  cudaMemcpyHostToDevice = 1,
+  cudaMemcpyDeviceToHost = 2,
+  cudaMemcpyDeviceToDevice = 3,
+  cudaMemcpyDefault = 4,
+};
+
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+};
+
+enum cudaDeviceAttr {
+  cudaDevAttrMaxThreadsPerBlock = 1,
+  cudaDevAttrMaxSharedMemoryPerBlock = 8,
+  cudaDevAttrWarpSize = 10,
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+};
+
+using cudaStream_t = struct CUstream_st*;
+
+struct cudaLaunchAttribute;  // The CPU device accepts none.
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim;
+  dim3 blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned int numAttrs = 0;
+};
+
+// The text of the last failed call of this OS thread for the code it returned; CUDA's own names otherwise.
+const char* cudaGetErrorString(cudaError_t error);
+const char* cudaGetErrorName(cudaError_t error);
+cudaError_t cudaGetLastError();
+cudaError_t cudaPeekAtLastError();
+
+// Work runs to completion inside the launch, so every stream is always idle.
+cudaError_t cudaDeviceSynchronize();
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes);
+template <typename T>
+cudaError_t cudaMalloc(T** pointer, size_t bytes) {
+  return cudaMalloc(reinterpret_cast<void**>(pointer), bytes);
+}
+cudaError_t cudaFree(void* pointer);
+cudaError_t cudaMemset(void* pointer, int value, size_t bytes);
+cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream = nullptr);
+cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind kind);
+cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream = nullptr);
+
+namespace cpu_device {
+
+cudaError_t set_function_attribute(const void* kernel, cudaFuncAttribute attribute, int value);
+
+// Runs `invoke(closure)` once per CUDA thread of the grid; the first error found ends the launch.
+cudaError_t launch_grid(const void* kernel, const cudaLaunchConfig_t& config,
+                        void (*invoke)(const void* closure), const void* closure);
+
+}  // namespace cpu_device
+
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
+  return cpu_device::set_function_attribute(reinterpret_cast<const void*>(kernel), attribute, value);
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  struct Closure {
+    void (*kernel)(Parameters...);
+    std::tuple<Parameters...> arguments;
+  };
+  const Closure closure{kernel, std::tuple<Parameters...>(std::forward<Arguments>(arguments)...)};
+  const auto invoke = [](const void* pointer) {
+    const Closure& self = *static_cast<const Closure*>(pointer);
+    std::apply(self.kernel, self.arguments);
+  };
+  return cpu_device::launch_grid(reinterpret_cast<const void*>(kernel), *config, invoke, &closure);
+}

@@ -1,0 +1,119 @@
+// Device math functions. The fast intrinsics (__expf ...) are approximations on a GPU and exact here.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+inline float __expf(float x) {
+  return ::expf(x);
+}
+inline float __exp2f(float x) {
+  return ::exp2f(x);
+}
+inline float __logf(float x) {
+  return ::logf(x);
+}
+inline float __log2f(float x) {
+  return ::log2f(x);
+}
+inline float __fdividef(float x, float y) {
+  return x / y;
+}
+inline float __frcp_rn(float x) {
+  return 1.0f / x;
+}
+inline float __fsqrt_rn(float x) {
+  return ::sqrtf(x);
+}
+inline float __fmaf_rn(float x, float y, float z) {
+  return ::fmaf(x, y, z);
+}
+inline float rsqrtf(float x) {
+  return 1.0f / ::sqrtf(x);
+}
+inline float __saturatef(float x) {
+  return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f;
+}
+
+inline int __float_as_int(float x) {
+  int bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+inline float __int_as_float(int bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+inline unsigned __float_as_uint(float x) {
+  return unsigned(__float_as_int(x));
+}
+inline float __uint_as_float(unsigned bits) {
+  return __int_as_float(int(bits));
+}
+
+inline int __popc(unsigned x) {
+  return __builtin_popcount(x);
+}
+inline int __popcll(unsigned long long x) {
+  return __builtin_popcountll(x);
+}
+inline int __clz(int x) {
+  return x == 0 ? 32 : __builtin_clz(unsigned(x));
+}
+inline int __ffs(int x) {
+  return __builtin_ffs(x);
+}
+inline unsigned __brev(unsigned x) {
+  unsigned reversed = 0;
+  for (int bit = 0; bit < 32; ++bit) reversed |= ((x >> bit) & 1u) << (31 - bit);
+  return reversed;
+}
+
+// CUDA has these in the global namespace, for mixed signedness too.
+inline int min(int a, int b) {
+  return a < b ? a : b;
+}
+inline int max(int a, int b) {
+  return a > b ? a : b;
+}
+inline unsigned min(unsigned a, unsigned b) {
+  return a < b ? a : b;
+}
+inline unsigned max(unsigned a, unsigned b) {
+  return a > b ? a : b;
+}
+inline long min(long a, long b) {
+  return a < b ? a : b;
+}
+inline long max(long a, long b) {
+  return a > b ? a : b;
+}
+inline long long min(long long a, long long b) {
+  return a < b ? a : b;
+}
+inline long long max(long long a, long long b) {
+  return a > b ? a : b;
+}
+inline float min(float a, float b) {
+  return ::fminf(a, b);
+}
+inline float max(float a, float b) {
+  return ::fmaxf(a, b);
+}
+inline double min(double a, double b) {
+  return ::fmin(a, b);
+}
+inline double max(double a, double b) {
+  return ::fmax(a, b);
+}
+
+template <typename T>
+T __ldg(const T* pointer) {
+  return *pointer;
+}
+template <typename T>
+T __ldcg(const T* pointer) {
+  return *pointer;
+}

@@ -1,0 +1,122 @@
+// Reads what the scheduler needs from the shared library that holds a kernel: which functions are where,
+// and which thread-local variables (static __shared__ arrays) it has.
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "scheduler.h"
+
+extern "C" void* __tls_get_addr(void*);
+
+namespace cpu_device {
+namespace {
+
+struct Located {
+  uintptr_t base;
+  uintptr_t address;
+  std::string path;
+  size_t tls_module = 0;
+  bool found = false;
+};
+
+int locate(dl_phdr_info* info, size_t, void* data) {
+  Located& located = *static_cast<Located*>(data);
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    const ElfW(Phdr) & segment = info->dlpi_phdr[i];
+    const uintptr_t start = info->dlpi_addr + segment.p_vaddr;
+    if (segment.p_type != PT_LOAD || located.address < start || located.address >= start + segment.p_memsz) {
+      continue;
+    }
+    located.found = true;
+    located.base = info->dlpi_addr;
+    located.path = info->dlpi_name;
+    located.tls_module = info->dlpi_tls_modid;
+    return 1;
+  }
+  return 0;
+}
+
+std::vector<char> read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return std::vector<char>(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+}
+
+std::string demangled(const char* name) {
+  int status = 0;
+  std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(name, nullptr, nullptr, &status),
+                                              std::free);
+  return status == 0 ? text.get() : name;
+}
+
+Library read_library(const Located& located) {
+  Library library;
+  library.path = located.path.empty() ? "/proc/self/exe" : located.path;
+  library.tls_module = located.tls_module;
+  const std::vector<char> image = read_file(library.path);
+  if (image.size() < sizeof(ElfW(Ehdr))) return library;
+  const auto* header = reinterpret_cast<const ElfW(Ehdr)*>(image.data());
+  const auto* sections = reinterpret_cast<const ElfW(Shdr)*>(image.data() + header->e_shoff);
+  for (int i = 0; i < header->e_shnum; ++i) {
+    if (sections[i].sh_type != SHT_SYMTAB) continue;
+    const auto* symbols = reinterpret_cast<const ElfW(Sym)*>(image.data() + sections[i].sh_offset);
+    const char* names = image.data() + sections[sections[i].sh_link].sh_offset;
+    for (size_t s = 0; s < sections[i].sh_size / sizeof(ElfW(Sym)); ++s) {
+      const ElfW(Sym) & symbol = symbols[s];
+      if (symbol.st_shndx == SHN_UNDEF || symbol.st_size == 0) continue;
+      const int type = symbol.st_info & 0xf;
+      // A static __shared__ array is a thread-local variable of a function, which mangles to _ZZ.
+      if (type == STT_TLS && std::strncmp(names + symbol.st_name, "_ZZ", 3) == 0) {
+        library.shared_arrays.push_back({size_t(symbol.st_value), size_t(symbol.st_size)});
+      } else if (type == STT_FUNC) {
+        library.functions.push_back(
+            {uintptr_t(located.base + symbol.st_value), size_t(symbol.st_size), names + symbol.st_name});
+      }
+    }
+  }
+  return library;
+}
+
+}  // namespace
+
+std::string Library::function_name(const void* address) const {
+  const auto target = reinterpret_cast<uintptr_t>(address);
+  for (const Function& function : functions) {
+    if (target < function.address || target >= function.address + function.bytes) continue;
+    std::string name = demangled(function.name.c_str());
+    if (const size_t end = name.find("(anonymous namespace)::"); end != std::string::npos) {
+      name.erase(end, sizeof("(anonymous namespace)::") - 1);
+    }
+    name = name.substr(0, name.find_first_of("<("));
+    return name.substr(name.rfind(' ') == std::string::npos ? 0 : name.rfind(' ') + 1);
+  }
+  return "?";
+}
+
+const Library& library_of(const void* address) {
+  static std::mutex mutex;
+  static std::map<std::pair<uintptr_t, std::string>, std::unique_ptr<Library>> libraries;
+  Located located{};
+  located.address = reinterpret_cast<uintptr_t>(address);
+  dl_iterate_phdr(locate, &located);
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<Library>& library = libraries[{located.base, located.path}];
+  if (!library) library = std::make_unique<Library>(read_library(located));
+  return *library;
+}
+
+char* thread_local_block(const Library& library) {
+  struct {
+    size_t module, offset;
+  } index{library.tls_module, 0};
+  return static_cast<char*>(__tls_get_addr(&index));
+}
+
+}  // namespace cpu_device

@@ -1,0 +1,66 @@
+// How the CPU device runs a grid: blocks on OS threads, CUDA threads as fibers of their block.
+#pragma once
+
+#include <setjmp.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda_runtime.h"
+
+namespace cpu_device {
+
+// Limits of the modelled device, those of compute capability 9.0.
+inline constexpr unsigned kMaxThreadsPerBlock = 1024;
+inline constexpr unsigned kMaxBlockX = 1024, kMaxBlockY = 1024, kMaxBlockZ = 64;
+inline constexpr uint64_t kMaxGridX = 2147483647, kMaxGridY = 65535, kMaxGridZ = 65535;
+inline constexpr size_t kDefaultSharedBytes = 48 * 1024;
+inline constexpr size_t kMaxSharedBytes = 227 * 1024;
+
+// An error found while a kernel runs.
+struct Finding {
+  cudaError_t code = cudaSuccess;
+  std::string text;
+};
+
+// A memory range of one OS thread that static __shared__ arrays occupy.
+struct SharedArray {
+  size_t offset;  // in the library's thread-local block
+  size_t bytes;
+};
+
+// What is read once from the library that a kernel lives in.
+struct Library {
+  std::string path;
+  size_t tls_module = 0;
+  std::vector<SharedArray> shared_arrays;
+  struct Function {
+    uintptr_t address;
+    size_t bytes;
+    std::string name;
+  };
+  std::vector<Function> functions;
+
+  // "(anonymous namespace)::kernel(int)" becomes "kernel"; "?" when there is no symbol.
+  std::string function_name(const void* address) const;
+};
+
+const Library& library_of(const void* address);
+
+// Address of the calling OS thread's copy of a library's thread-local block.
+char* thread_local_block(const Library& library);
+
+}  // namespace cpu_device
+
+extern "C" {
+
+// kParallel spreads blocks over the cores. kInOrder and seeds >= 0 run on the calling thread, so a run is
+// reproducible bit for bit; a seed shuffles the blocks and the threads of each block.
+inline constexpr int64_t kParallel = -2, kInOrder = -1;
+void cpu_device_set_schedule(int64_t schedule);
+
+// A block that does not end within this time is reported as an endless loop. 0 switches the limit off.
+void cpu_device_set_block_timeout(double seconds);
+}
