@@ -22,14 +22,14 @@
 #define __host__
 #define __constant__
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 // A block runs on one OS thread, so a thread-local array is shared by exactly the threads of a block.
 #define __shared__ thread_local
 
 #undef assert
-#define assert(condition) ((condition) ? (void)0 : ::cpu_device::fail_assert(#condition, __FILE__, __LINE__))
+#define assert(condition) \
+  ((condition) ? (void)0 : ::cpu_device::fail_assert(#condition, __FILE__, __LINE__))
 
 enum cudaError_t {
   cudaSuccess = 0,
@@ -113,7 +113,8 @@ cudaError_t launch_grid(const void* kernel, const cudaLaunchConfig_t& config,
 
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
-  return cpu_device::set_function_attribute(reinterpret_cast<const void*>(kernel), attribute, value);
+  return cpu_device::set_function_attribute(reinterpret_cast<const void*>(kernel), attribute,
+                                            value);
 }
 
 template <typename... Parameters, typename... Arguments>

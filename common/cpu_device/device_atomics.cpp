@@ -19,7 +19,8 @@ T fetch_add(T* address, T value) {
 template <typename Bits, typename Function>
 Bits fetch_update(Bits* address, Function f) {
   Bits old = __atomic_load_n(address, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(address, &old, f(old), true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  while (!__atomic_compare_exchange_n(address, &old, f(old), true, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
   }
   return old;
 }
@@ -40,7 +41,8 @@ T fetch_add_float(T* address, T value) {
 
 template <typename T>
 T compare_and_swap(T* address, T expected, T desired) {
-  __atomic_compare_exchange_n(address, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  __atomic_compare_exchange_n(address, &expected, desired, false, __ATOMIC_RELAXED,
+                              __ATOMIC_RELAXED);
   return expected;
 }
 
@@ -148,7 +150,8 @@ unsigned atomicInc(unsigned* p, unsigned limit) {
   return fetch_update(p, [limit](unsigned old) { return old >= limit ? 0u : old + 1u; });
 }
 unsigned atomicDec(unsigned* p, unsigned limit) {
-  return fetch_update(p, [limit](unsigned old) { return old == 0u || old > limit ? limit : old - 1u; });
+  return fetch_update(
+      p, [limit](unsigned old) { return old == 0u || old > limit ? limit : old - 1u; });
 }
 
 int atomicCAS(int* p, int e, int d) {

@@ -33,7 +33,8 @@ struct Half {
     // The fields sit where fp32 has them, with an exponent too small by 112; multiplying by 2^112 also
     // normalises subnormals. Infinity and NaN keep the top exponent instead.
     const float finite = bits_to_float(magnitude) * bits_to_float((112u + 127u) << 23);
-    const uint32_t bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : float_to_bits(finite);
+    const uint32_t bits =
+        magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : float_to_bits(finite);
     return bits_to_float(sign | bits);
   }
 

@@ -87,16 +87,19 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, CPU_DEVICE_SITE) {
       cpu_device::warp_exchange(cpu_device::WarpOp::ballot, mask, predicate != 0, 0, {file, line}));
 }
 inline int __all_sync(unsigned mask, int predicate, CPU_DEVICE_SITE) {
-  return int(cpu_device::warp_exchange(cpu_device::WarpOp::all, mask, predicate != 0, 0, {file, line}));
+  return int(
+      cpu_device::warp_exchange(cpu_device::WarpOp::all, mask, predicate != 0, 0, {file, line}));
 }
 inline int __any_sync(unsigned mask, int predicate, CPU_DEVICE_SITE) {
-  return int(cpu_device::warp_exchange(cpu_device::WarpOp::any, mask, predicate != 0, 0, {file, line}));
+  return int(
+      cpu_device::warp_exchange(cpu_device::WarpOp::any, mask, predicate != 0, 0, {file, line}));
 }
 template <typename T>
 unsigned __match_any_sync(unsigned mask, T value, CPU_DEVICE_SITE) {
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  return unsigned(cpu_device::warp_exchange(cpu_device::WarpOp::match_any, mask, bits, 0, {file, line}));
+  return unsigned(
+      cpu_device::warp_exchange(cpu_device::WarpOp::match_any, mask, bits, 0, {file, line}));
 }
 // The lanes that reach the same call: the CPU device lets every lane of the block run as far as it can
 // and then groups those that wait here by source line.

@@ -32,7 +32,8 @@ int locate(dl_phdr_info* info, size_t, void* data) {
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     const ElfW(Phdr) & segment = info->dlpi_phdr[i];
     const uintptr_t start = info->dlpi_addr + segment.p_vaddr;
-    if (segment.p_type != PT_LOAD || located.address < start || located.address >= start + segment.p_memsz) {
+    if (segment.p_type != PT_LOAD || located.address < start ||
+        located.address >= start + segment.p_memsz) {
       continue;
     }
     located.found = true;
@@ -76,8 +77,8 @@ Library read_library(const Located& located) {
       if (type == STT_TLS && std::strncmp(names + symbol.st_name, "_ZZ", 3) == 0) {
         library.shared_arrays.push_back({size_t(symbol.st_value), size_t(symbol.st_size)});
       } else if (type == STT_FUNC) {
-        library.functions.push_back(
-            {uintptr_t(located.base + symbol.st_value), size_t(symbol.st_size), names + symbol.st_name});
+        library.functions.push_back({uintptr_t(located.base + symbol.st_value),
+                                     size_t(symbol.st_size), names + symbol.st_name});
       }
     }
   }

@@ -84,7 +84,9 @@ struct Launch {
   std::mutex mutex;
   Finding finding;  // the first one
 
-  uint64_t num_blocks() const { return uint64_t(config.gridDim.x) * config.gridDim.y * config.gridDim.z; }
+  uint64_t num_blocks() const {
+    return uint64_t(config.gridDim.x) * config.gridDim.y * config.gridDim.z;
+  }
   int num_threads() const { return int(config.blockDim.x * config.blockDim.y * config.blockDim.z); }
 };
 
@@ -127,7 +129,8 @@ std::string name(Site site) {
   if (site.file == nullptr) return "an unknown line";
   const std::string path = site.file;
   const size_t slash = path.rfind('/');
-  return (slash == std::string::npos ? path : path.substr(slash + 1)) + ":" + std::to_string(site.line);
+  return (slash == std::string::npos ? path : path.substr(slash + 1)) + ":" +
+         std::to_string(site.line);
 }
 
 const char* name(WarpOp op) {
@@ -163,7 +166,8 @@ std::string hex(unsigned mask) {
 
 std::string waiting_for(const Fiber& fiber) {
   switch (fiber.state) {
-    case State::at_barrier: return std::string(name(fiber.barrier_op)) + "() at " + name(fiber.site);
+    case State::at_barrier:
+      return std::string(name(fiber.barrier_op)) + "() at " + name(fiber.site);
     case State::at_warp_op:
       return std::string(name(fiber.op)) + "(mask " + hex(fiber.mask) + ") at " + name(fiber.site);
     case State::at_active_mask: return "__activemask() at " + name(fiber.site);
@@ -272,8 +276,9 @@ void release_active_mask_groups(Worker& w) {
   }
   std::string text = "deadlock, no thread of the block can go on:";
   for (const auto& [wait, group] : groups) {
-    text += " " + std::to_string(group.first) + " thread" + (group.first > 1 ? "s" : "") + " (first " +
-            group.second + ") wait" + (group.first > 1 ? "" : "s") + " for " + wait + ";";
+    text += " " + std::to_string(group.first) + " thread" + (group.first > 1 ? "s" : "") +
+            " (first " + group.second + ") wait" + (group.first > 1 ? "" : "s") + " for " + wait +
+            ";";
   }
   text.pop_back();
   abandon_block(cudaErrorLaunchTimeout, text);
@@ -302,8 +307,9 @@ void wait(Worker& w) {
 }
 
 [[noreturn]] void report_returned_thread(const Fiber& returned, const Fiber& waiting) {
-  abandon_block(cudaErrorLaunchFailure, "barrier not reached by every thread: thread " + name(waiting.index) +
-                                            " waits for " + waiting_for(waiting) + ", but thread " +
+  abandon_block(cudaErrorLaunchFailure, "barrier not reached by every thread: thread " +
+                                            name(waiting.index) + " waits for " +
+                                            waiting_for(waiting) + ", but thread " +
                                             name(returned.index) + " has returned");
 }
 
@@ -333,7 +339,8 @@ bool try_complete_warp_op(Worker& w, const Fiber& fiber) {
       case WarpOp::shfl_up:
       case WarpOp::shfl_down:
       case WarpOp::shfl_xor:
-        lane.result = lanes >> lane.source & 1u ? w.fibers[first + lane.source].value : ~uint64_t(0);
+        lane.result =
+            lanes >> lane.source & 1u ? w.fibers[first + lane.source].value : ~uint64_t(0);
         break;
       case WarpOp::ballot: lane.result = ballot; break;
       case WarpOp::all: lane.result = ballot == lanes; break;
@@ -411,7 +418,8 @@ class StackPool {
 };
 
 StackPool& stack_pool() {
-  static StackPool* pool = new StackPool;  // never destroyed: a launch may outlive static destructors
+  static StackPool* pool =
+      new StackPool;  // never destroyed: a launch may outlive static destructors
   return *pool;
 }
 
@@ -558,7 +566,8 @@ void poison_shared_memory(const Launch& launch) {
 
 void run_block(Worker& w, uint64_t block) {
   const dim3 grid = w.launch->config.gridDim;
-  blockIdx = {unsigned(block % grid.x), unsigned(block / grid.x % grid.y), unsigned(block / grid.x / grid.y)};
+  blockIdx = {unsigned(block % grid.x), unsigned(block / grid.x % grid.y),
+              unsigned(block / grid.x / grid.y)};
   poison_shared_memory(*w.launch);
   if (w.launch->schedule >= 0) {
     std::mt19937_64 random(uint64_t(w.launch->schedule) * 0x9e3779b97f4a7c15u + block);
@@ -628,8 +637,8 @@ std::map<const void*, size_t>& shared_limits() {
 std::string configuration_error(const void* kernel, const cudaLaunchConfig_t& config) {
   const dim3 grid = config.gridDim, block = config.blockDim;
   const uint64_t threads = uint64_t(block.x) * block.y * block.z;
-  if (threads == 0 || threads > kMaxThreadsPerBlock || block.x > kMaxBlockX || block.y > kMaxBlockY ||
-      block.z > kMaxBlockZ) {
+  if (threads == 0 || threads > kMaxThreadsPerBlock || block.x > kMaxBlockX ||
+      block.y > kMaxBlockY || block.z > kMaxBlockZ) {
     return "block " + name(uint3(block)) + ": between 1 and 1024 threads, at most (1024,1024,64)";
   }
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > kMaxGridX || grid.y > kMaxGridY ||
@@ -644,7 +653,8 @@ std::string configuration_error(const void* kernel, const cudaLaunchConfig_t& co
   }
   if (config.dynamicSmemBytes > limit) {
     return "needs " + std::to_string(config.dynamicSmemBytes) +
-           " bytes of dynamic shared memory, the limit set for this kernel is " + std::to_string(limit);
+           " bytes of dynamic shared memory, the limit set for this kernel is " +
+           std::to_string(limit);
   }
   if (config.numAttrs > 0) return "launch attributes are not supported by the CPU device";
   return "";
@@ -675,7 +685,8 @@ int block_barrier(BarrierOp op, int predicate, Site site) {
     if (fiber.barrier_op != op || fiber.site.line != site.line || fiber.site.file != site.file) {
       abandon_block(cudaErrorLaunchFailure, "threads wait at different barriers: thread " +
                                                 name(fiber.index) + " for " + waiting_for(fiber) +
-                                                ", thread " + name(self.index) + " for " + waiting_for(self));
+                                                ", thread " + name(self.index) + " for " +
+                                                waiting_for(self));
     }
     count += fiber.predicate;
   }
@@ -696,7 +707,8 @@ uint64_t warp_exchange(WarpOp op, unsigned mask, uint64_t value, int source, Sit
   self.state = State::at_warp_op;
   if ((mask >> lane_id() & 1u) == 0) {
     abandon_block(cudaErrorLaunchFailure, waiting_for(self) + " is called by lane " +
-                                              std::to_string(lane_id()) + ", which its mask does not name");
+                                              std::to_string(lane_id()) +
+                                              ", which its mask does not name");
   }
   if (!try_complete_warp_op(w, self)) wait(w);
   return self.result;
@@ -736,8 +748,8 @@ cudaError_t set_function_attribute(const void* kernel, cudaFuncAttribute attribu
   return cudaSuccess;
 }
 
-cudaError_t launch_grid(const void* kernel, const cudaLaunchConfig_t& config, void (*invoke)(const void*),
-                        const void* closure) {
+cudaError_t launch_grid(const void* kernel, const cudaLaunchConfig_t& config,
+                        void (*invoke)(const void*), const void* closure) {
   Launch launch;
   launch.library = &library_of(kernel);
   launch.kernel_name = launch.library->function_name(kernel);

@@ -37,7 +37,7 @@ struct ForwardParams : AttentionSizes {
   const Element *q, *k, *v;
   TensorStrides q_strides, k_strides, v_strides;
   Element* out;
-  float* lse;      // natural log of the sum of exp of the scaled scores; -inf where no key is visible
+  float* lse;  // natural log of the sum of exp of the scaled scores; -inf where no key is visible
   float* row_max;  // m and l of each row, or nullptr: not wanted
   float* row_sum;
 };
@@ -49,6 +49,13 @@ struct BackwardParams : AttentionSizes {
   Element *dq, *dk, *dv;
   bool deterministic;
 };
+
+// One column of blocks per head: x counts heads, y counts blocks of one head. y is limited to 65535, so a
+// kernel strides over its blocks: for (block = blockIdx.y; block < num_blocks; block += gridDim.y).
+inline dim3 head_grid(const AttentionSizes& sizes, int64_t num_blocks) {
+  const int64_t y = num_blocks < 65535 ? num_blocks : 65535;
+  return dim3(static_cast<unsigned>(sizes.batch) * sizes.num_heads, static_cast<unsigned>(y));
+}
 
 // A chapter defines the first pair, the second pair, or both. `workspace` is uninitialised memory of the
 // size the layout asks for. Sizes are never zero. A launcher returns the first error it meets.

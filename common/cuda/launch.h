@@ -6,8 +6,7 @@
 #include <cstddef>
 #include <string>
 
-// Why the last launch of this host thread failed, for the exception that the binding throws.
-inline thread_local std::string launch_error;
+#include "common/cuda/launch_error.h"
 
 extern __shared__ __align__(1024) unsigned char fa2_dynamic_smem[];
 
@@ -45,10 +44,11 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
     config.stream = stream;
     error = cudaLaunchKernelEx(&config, kernel, arguments...);
     if (error != cudaSuccess) {
-      launch_error = std::string(cudaGetErrorString(error)) + " (grid " + std::to_string(grid.x) + "x" +
-                     std::to_string(grid.y) + "x" + std::to_string(grid.z) + ", block " +
-                     std::to_string(block.x) + "x" + std::to_string(block.y) + "x" + std::to_string(block.z) +
-                     ", " + std::to_string(smem_bytes) + " bytes of shared memory)";
+      launch_error = std::string(cudaGetErrorString(error)) + " (grid " + std::to_string(grid.x) +
+                     "x" + std::to_string(grid.y) + "x" + std::to_string(grid.z) + ", block " +
+                     std::to_string(block.x) + "x" + std::to_string(block.y) + "x" +
+                     std::to_string(block.z) + ", " + std::to_string(smem_bytes) +
+                     " bytes of shared memory)";
     }
   }
   if (error != cudaSuccess) cudaGetLastError();  // or the next, unrelated launch would report it

@@ -1,0 +1,154 @@
+"""``flash_attention``: the chapters as one differentiable PyTorch operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common import validation
+from common.chapters import Chapter, list_chapters, open_chapter
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    deterministic: bool = False,
+    chapter: Chapter | str | int | None = None,
+) -> Tensor:
+    """softmax(softmax_scale · Q Kᵀ) V, differentiable once with respect to q, k and v.
+
+    Saves q, k, v, the output and one float32 per row (lse) for backward; the gradients come from the
+    chapter's kernel (FlashAttention-2, algorithm 2).
+
+    Args:
+        q: [B, H, Nq, d]; k, v: [B, H, Nk, d]; float32, float16 or bfloat16, one dtype, any strides. Under
+            autocast nothing is cast: the dtype of the tensors is the dtype of the computation.
+        softmax_scale: any finite number; 1/√d by default.
+        is_causal: query i sees keys j <= i + Nk - Nq (the mask is aligned bottom-right).
+        deterministic: ask for the same bits on every run. Also on under
+            ``torch.use_deterministic_algorithms(True)``.
+        chapter: which chapter computes: a loaded ``Chapter``, a name, a number. By default the last one.
+
+    Returns:
+        [B, H, Nq, d], dense, in q's dtype. Rows that see no key are 0.
+
+    Raises:
+        TypeError, ValueError: an argument is not accepted; the message names it.
+        RuntimeError: on a second differentiation, or when a kernel fails. BuildError: it does not compile.
+    """
+    if isinstance(softmax_scale, bool):  # the operator would take True for 1.0
+        raise TypeError("softmax_scale is a bool; expected a finite number or None")
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "flash_attention supports autograd (backward, torch.autograd.grad) and torch.compile, but no "
+            "transform of torch.func (grad, vmap, jvp ...)"
+        )
+    key = chapter.key if isinstance(chapter, Chapter) else "" if chapter is None else str(chapter)
+    return torch.ops.fa2_backward.attention(q, k, v, softmax_scale, is_causal, deterministic, key)[0]
+
+
+def _resolve(key: str) -> Chapter:
+    return open_chapter(key or list_chapters()[-1].name)
+
+
+@torch.library.custom_op("fa2_backward::attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    is_causal: bool,
+    deterministic: bool,
+    chapter: str,
+) -> tuple[Tensor, Tensor]:
+    loaded = _resolve(chapter)
+    # Backward would raise this too, but only after a forward pass spent for nothing.
+    _deterministic(loaded, deterministic)
+    return loaded.forward(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
+
+
+@_attention.register_fake
+def _(q, k, v, softmax_scale, is_causal, deterministic, chapter):  # noqa: ANN001, ANN202
+    validation.check_qkv(q, k, v, _DTYPES)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("fa2_backward::attention_backward", mutates_args=())
+def _attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    softmax_scale: float | None,
+    is_causal: bool,
+    deterministic: bool,
+    chapter: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    loaded = _resolve(chapter)
+    return loaded.backward(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        softmax_scale=softmax_scale,
+        is_causal=is_causal,
+        deterministic=_deterministic(loaded, deterministic),
+    )
+
+
+@_attention_backward.register_fake
+def _(q, k, v, out, dout, lse, softmax_scale, is_causal, deterministic, chapter):  # noqa: ANN001, ANN202
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+
+
+def _deterministic(chapter: Chapter, asked: bool) -> bool:
+    if asked and chapter.info.deterministic == "never":
+        raise ValueError(
+            f"deterministic is True, but {chapter.name} adds in an order that varies from run to run"
+        )
+    if not torch.are_deterministic_algorithms_enabled():
+        return asked
+    if chapter.info.deterministic == "never":
+        message = f"{chapter.name} has no deterministic backward pass, and PyTorch was told to use only such"
+        if not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(message)
+        torch.warnings.warn(message, stacklevel=2)
+        return False
+    return True
+
+
+def _setup_context(ctx, inputs, output):  # noqa: ANN001, ANN202
+    q, k, v, ctx.softmax_scale, ctx.is_causal, ctx.deterministic, ctx.chapter = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse)
+
+
+def _backward(ctx, dout, dlse):  # noqa: ANN001, ANN202
+    q, k, v, out, lse = ctx.saved_tensors
+    gradients = torch.ops.fa2_backward.attention_backward(
+        q, k, v, out, dout, lse, ctx.softmax_scale, ctx.is_causal, ctx.deterministic, ctx.chapter
+    )
+    wanted = (
+        gradient if needed else None
+        for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=False)
+    )
+    return (*wanted, None, None, None, None)
+
+
+def _no_second_derivative(ctx, *gradients):  # noqa: ANN001, ANN202
+    raise RuntimeError("flash_attention is differentiable once; its gradients cannot be differentiated again")
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)
+_attention_backward.register_autograd(_no_second_derivative)

@@ -1,0 +1,478 @@
+"""Finding chapters, and running them.
+
+A chapter is a folder ``chapters/NN_name`` with a ``kernel.cu`` and a ``chapter.toml``. Nothing lists the
+chapters: a new folder is found by being there.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common import jit, validation
+
+CHAPTERS = jit.REPO_ROOT / "chapters"
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_SCHEDULES = {None: -2, "in_order": -1}
+
+
+@dataclass(frozen=True)
+class ChapterInfo:
+    """What ``chapter.toml`` says of a chapter.
+
+    ``deterministic`` is "always" (the same bits on every run), "never", or "flag" (when asked for).
+    """
+
+    name: str
+    kernel: Path
+    title: str
+    idea: str
+    book: tuple[str, ...] = ()
+    builds_on: str | None = None
+    dtypes: tuple[torch.dtype, ...] = tuple(_DTYPES.values())
+    head_dims: tuple[int, ...] = tuple(range(16, 129, 8))
+    min_compute_capability: tuple[int, int] = (7, 5)
+    deterministic: str = "always"
+
+    @property
+    def number(self) -> int | None:
+        """NN of NN_name; None for a kernel outside ``chapters/``."""
+        match = re.match(r"(\d+)_", self.name)
+        return int(match.group(1)) if match else None
+
+
+def _read_info(folder: Path) -> ChapterInfo:
+    path = folder / "chapter.toml"
+    try:
+        data = tomllib.loads(path.read_text())
+        head_dim = data["head_dim"]
+        major, minor = data["min_compute_capability"].split(".")
+        info = ChapterInfo(
+            name=folder.name,
+            kernel=folder / "kernel.cu",
+            title=data["title"],
+            idea=data["idea"],
+            book=tuple(data["book"]),
+            builds_on=data.get("builds_on"),
+            dtypes=tuple(_DTYPES[name] for name in data["dtypes"]),
+            head_dims=tuple(range(head_dim["min"], head_dim["max"] + 1, head_dim["multiple_of"])),
+            min_compute_capability=(int(major), int(minor)),
+            deterministic=data["deterministic"],
+        )
+    except (KeyError, ValueError, TypeError) as error:  # TOMLDecodeError is a ValueError
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+    if info.deterministic not in ("always", "never", "flag"):
+        raise ValueError(f"{path}: deterministic is {info.deterministic!r}; expected always, never or flag")
+    return info
+
+
+def list_chapters() -> list[ChapterInfo]:
+    """All chapters, in order."""
+    folders = sorted(path.parent for path in CHAPTERS.glob("[0-9][0-9]_*/chapter.toml"))
+    return [_read_info(folder) for folder in folders]
+
+
+@dataclass(frozen=True)
+class WorkspacePart:
+    """One named piece of scratch memory that a launch needs."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the workspace
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The scratch memory of a launch."""
+
+    parts: tuple[WorkspacePart, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the parts, without the padding between them."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the buffer that holds them."""
+        return max((part.offset + part.bytes for part in self.parts), default=0)
+
+
+_open_chapters: dict[str, Chapter] = {}
+
+
+class Chapter:
+    """A loaded chapter. It runs the sources as they were when it was loaded; load it again after an edit.
+
+    Tensors decide where it runs: CUDA tensors on their GPU and its current stream, CPU tensors on the CPU
+    device. Builds happen on first use, one for each dtype and head_dim.
+
+    Args:
+        info: the chapter.
+        schedule: of the CPU device. None spreads the blocks over all cores. "in_order" and any integer
+            seed run on one thread and reproduce every bit; a seed shuffles blocks and threads.
+        cpu_fallback: let CUDA tensors run on the CPU device, with a warning, where the GPU cannot: no
+            toolkit to compile with, or a compute capability below the chapter's.
+    """
+
+    def __init__(
+        self, info: ChapterInfo, *, schedule: str | int | None = None, cpu_fallback: bool = False
+    ) -> None:
+        if schedule not in _SCHEDULES and (
+            isinstance(schedule, bool) or not isinstance(schedule, int) or schedule < 0
+        ):
+            raise ValueError(f"schedule is {schedule!r}; expected None, 'in_order' or a seed >= 0")
+        if not info.kernel.is_file():
+            raise FileNotFoundError(f"{info.kernel} does not exist")
+        self.info = info
+        self.schedule = schedule
+        self.cpu_fallback = cpu_fallback
+        self.digest = jit.source_digest(info.kernel)
+        self._libraries: dict[tuple[torch.dtype, int, torch.device], jit.KernelLibrary] = {}
+        self._forward_chapter: Chapter | None = None
+        # How flash_attention's operator, which takes only plain values, refers to this object.
+        self.key = f"{info.name}@{self.digest}:{schedule}:{cpu_fallback}"
+        _open_chapters[self.key] = self
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    def __repr__(self) -> str:
+        return f"<Chapter {self.name}: {self.info.title}>"
+
+    # ------------------------------------------------------------------ builds
+
+    def library(
+        self, dtype: torch.dtype, head_dim: int, device: torch.device | str = "cpu"
+    ) -> jit.KernelLibrary:
+        """The build for one dtype, head_dim and device, made on first use.
+
+        Raises TypeError or ValueError for what the chapter does not support, and ``BuildError``.
+        """
+        device = torch.device(device)
+        self._check_supported(dtype, head_dim)
+        key = (dtype, head_dim, device)
+        if key not in self._libraries:
+            self._libraries[key] = jit.build(self.info.kernel, dtype, head_dim, device, self.digest)
+        return self._libraries[key]
+
+    def _check_supported(self, dtype: torch.dtype, head_dim: int) -> None:
+        if dtype not in self.info.dtypes:
+            accepted = ", ".join(str(d) for d in self.info.dtypes)
+            raise TypeError(f"dtype {dtype} is not supported by {self.name}; accepted: {accepted}")
+        if head_dim not in self.info.head_dims:
+            dims = self.info.head_dims
+            raise ValueError(
+                f"head_dim {head_dim} is not supported by {self.name}; accepted: "
+                f"{', '.join(str(d) for d in dims)}"
+            )
+
+    def gpu_problem(self, device: torch.device) -> str | None:
+        """Why this chapter cannot run on a CUDA device, or None if it can."""
+        if problem := jit.cuda_problem():
+            return problem
+        capability, needed = jit.compute_capability(device), self.info.min_compute_capability
+        if capability < needed:
+            return (
+                f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, "
+                f"{self.name} needs {needed[0]}.{needed[1]}"
+            )
+        return None
+
+    def _must_move_to_cpu(self, device: torch.device) -> bool:
+        if device.type != "cuda":
+            return False
+        problem = self.gpu_problem(device)
+        if problem is None:
+            return False
+        if not self.cpu_fallback:
+            raise RuntimeError(
+                f"{self.name} cannot run on {device}: {problem}. Pass CPU tensors, or load the chapter with "
+                "cpu_fallback=True."
+            )
+        warnings.warn(f"{self.name} runs on the CPU device instead of {device}: {problem}", stacklevel=3)
+        return True
+
+    # ------------------------------------------------------------------ running
+
+    @property
+    def forward_chapter(self) -> Chapter:
+        """The chapter whose forward pass this one uses: its own, or the nearest it builds on."""
+        if self._forward_chapter is None:
+            info, chapters = self.info, {chapter.name: chapter for chapter in list_chapters()}
+            while not _defines(info.kernel, "launch_forward"):
+                if info.builds_on is None and info.name not in chapters:
+                    info = list_chapters()[0]  # a kernel of the reader's own
+                elif info.builds_on is None:
+                    raise NotImplementedError(f"{self.name} has no forward pass and builds on no chapter")
+                else:
+                    info = chapters[info.builds_on]
+            same = info is self.info
+            self._forward_chapter = (
+                self if same else Chapter(info, schedule=self.schedule, cpu_fallback=self.cpu_fallback)
+            )
+        return self._forward_chapter
+
+    @property
+    def has_backward(self) -> bool:
+        return _defines(self.info.kernel, "launch_backward")
+
+    def workspace(
+        self,
+        *,
+        batch: int,
+        num_heads: int,
+        seqlen_q: int,
+        seqlen_k: int | None = None,
+        head_dim: int,
+        dtype: torch.dtype,
+        is_causal: bool = False,
+        deterministic: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> Workspace:
+        """The scratch memory that ``backward`` (``forward``, if the chapter has no backward) allocates.
+
+        ``seqlen_k`` defaults to ``seqlen_q``.
+        """
+        library = self.library(dtype, head_dim, device)
+        return _workspace(
+            library,
+            self.has_backward,
+            (batch, num_heads, num_heads, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k),
+            is_causal,
+            deterministic,
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        return_row_stats: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """O = softmax(softmax_scale · Q Kᵀ) V (FlashAttention-2, algorithm 1).
+
+        Args:
+            q: [B, H, Nq, d]; k, v: [B, H, Nk, d]; float32, float16 or bfloat16; any strides.
+            softmax_scale: any finite number; 1/√d by default.
+            is_causal: query i sees keys j <= i + Nk - Nq (the mask is aligned bottom-right).
+            return_row_stats: also return m and l of each row.
+
+        Returns:
+            out [B, H, Nq, d] in q's dtype and lse [B, H, Nq] in float32, the natural log of the sum of
+            exp(scaled score); with ``return_row_stats`` also row_max and row_sum, like lse. A row that sees
+            no key has out 0, lse and row_max −inf, row_sum 0.
+
+        Raises:
+            TypeError, ValueError: an argument is not accepted; the message names it.
+            BuildError: the kernel does not compile. RuntimeError: it failed while running.
+        """
+        chapter = self.forward_chapter
+        if chapter is not self:
+            return chapter.forward(
+                q, k, v, softmax_scale=softmax_scale, is_causal=is_causal, return_row_stats=return_row_stats
+            )
+        validation.check_qkv(q, k, v, self.info.dtypes)
+        validation.check_device("q", q)
+        self._check_supported(q.dtype, q.shape[3])
+        scale = validation.default_scale(softmax_scale, q.shape[3])
+        if self._must_move_to_cpu(q.device):
+            moved = self.forward(
+                q.cpu(),
+                k.cpu(),
+                v.cpu(),
+                softmax_scale=scale,
+                is_causal=is_causal,
+                return_row_stats=return_row_stats,
+            )
+            return tuple(tensor.to(q.device) for tensor in moved)
+
+        out = _uninitialised(q.shape, q)
+        lse, row_max, row_sum = (_uninitialised(q.shape[:3], q, torch.float32) for _ in range(3))
+        if out.numel() == 0 or k.shape[2] == 0:
+            out.zero_()
+            lse.fill_(-torch.inf)
+            row_max.fill_(-torch.inf)
+            row_sum.zero_()
+        else:
+            statistics = (row_max, row_sum) if return_row_stats else (None, None)
+            self._launch(
+                "forward",
+                [_dense_rows(tensor) for tensor in (q, k, v)],
+                [out, lse, *statistics],
+                (scale, bool(is_causal)),
+                False,
+            )
+        return (out, lse, row_max, row_sum) if return_row_stats else (out, lse)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        *,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        deterministic: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of ``forward``'s out with respect to its inputs, given dout = ∂loss/∂out.
+
+        Args:
+            q, k, v, softmax_scale, is_causal: what ``forward`` got. out, lse: what it returned.
+            dout: like out; any strides.
+            deterministic: ask for the same bits on every run.
+
+        Returns:
+            dq [B, H, Nq, d], dk and dv [B, H, Nk, d], dense, in q's dtype.
+
+        Raises:
+            TypeError, ValueError: an argument is not accepted; the message names it.
+            BuildError: the kernel does not compile. RuntimeError: it failed while running.
+        """
+        if not self.has_backward:
+            raise NotImplementedError(f"{self.name} has only a forward pass; load a later chapter")
+        validation.check_qkv(q, k, v, self.info.dtypes)
+        validation.check_saved(q, out, dout, lse)
+        validation.check_device("q", q)
+        self._check_supported(q.dtype, q.shape[3])
+        scale = validation.default_scale(softmax_scale, q.shape[3])
+        if deterministic and self.info.deterministic == "never":
+            raise ValueError(
+                f"deterministic is True, but {self.name} adds in an order that varies from run to run"
+            )
+        if self._must_move_to_cpu(q.device):
+            moved = self.backward(
+                *(tensor.cpu() for tensor in (q, k, v, out, dout, lse)),
+                softmax_scale=scale,
+                is_causal=is_causal,
+                deterministic=deterministic,
+            )
+            return tuple(tensor.to(q.device) for tensor in moved)
+
+        dq, dk, dv = (_uninitialised(tensor.shape, tensor) for tensor in (q, k, v))
+        if q.numel() == 0 or k.numel() == 0:
+            for gradient in (dq, dk, dv):
+                gradient.zero_()
+        else:
+            self._launch(
+                "backward",
+                [*(_dense_rows(tensor) for tensor in (q, k, v, out, dout)), lse.contiguous()],
+                [dq, dk, dv],
+                (scale, bool(is_causal), bool(deterministic)),
+                bool(deterministic),
+            )
+        return dq, dk, dv
+
+    def _launch(
+        self,
+        kind: str,
+        inputs: list[Tensor],
+        outputs: list[Tensor | None],
+        options: tuple[float | bool, ...],
+        deterministic: bool,
+    ) -> None:
+        q, k = inputs[0], inputs[1]
+        library = self.library(q.dtype, q.shape[3], q.device)
+        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        layout = _workspace(library, kind == "backward", sizes, bool(options[1]), deterministic)
+        workspace = _uninitialised((layout.allocated_bytes,), q, torch.uint8)
+        operator: Callable = getattr(library.ops, kind)
+        if q.device.type == "cuda":
+            with torch.cuda.device(q.device):
+                stream = torch.cuda.current_stream().cuda_stream
+                operator(*inputs, *outputs, workspace, *options, stream)
+        else:
+            assert library.runtime is not None
+            library.runtime.cpu_device_set_schedule(_SCHEDULES.get(self.schedule, self.schedule))
+            operator(*inputs, *outputs, workspace, *options, 0)
+
+
+def _defines(kernel: Path, function: str) -> bool:
+    return re.search(rf"^cudaError_t {function}\(", kernel.read_text(), re.MULTILINE) is not None
+
+
+def _workspace(
+    library: jit.KernelLibrary, backward: bool, sizes: tuple[int, ...], is_causal: bool, deterministic: bool
+) -> Workspace:
+    text = library.ops.workspace(backward, *sizes, is_causal, deterministic)
+    parts = []
+    for line in text.splitlines():
+        name, dtype, offset, size, *shape = line.split()
+        parts.append(
+            WorkspacePart(name, _DTYPES[dtype], tuple(int(n) for n in shape), int(offset), int(size))
+        )
+        assert prod(parts[-1].shape) * parts[-1].dtype.itemsize == parts[-1].bytes
+    return Workspace(tuple(parts))
+
+
+def _uninitialised(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory with no defined content; NaN on the CPU device, so that an element never written is seen."""
+    tensor = torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+    if tensor.device.type == "cpu" and tensor.numel():
+        tensor.view(torch.uint8).fill_(0xFF)
+    return tensor
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor with a dense last axis: kernels take any strides but there."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def load_chapter(
+    name: str | int, *, schedule: str | int | None = None, cpu_fallback: bool = False
+) -> Chapter:
+    """Loads a chapter by name ("02_tiled"), or by number (2).
+
+    Picks up whatever was edited since it was last loaded. See ``Chapter`` for the options.
+    Raises ValueError, naming the chapters there are.
+    """
+    chapters = list_chapters()
+    for info in chapters:
+        if name in (info.name, info.number) or str(name) == str(info.number):
+            return Chapter(info, schedule=schedule, cpu_fallback=cpu_fallback)
+    raise ValueError(f"there is no chapter {name!r}; there are {', '.join(info.name for info in chapters)}")
+
+
+def load_kernel(
+    path: str | Path, *, schedule: str | int | None = None, cpu_fallback: bool = False
+) -> Chapter:
+    """Loads any ``.cu`` file that keeps the launch contract of ``common/cuda/attention.h``.
+
+    A ``chapter.toml`` beside it is honoured. Without one, every dtype and head_dim is let through to the
+    kernel, and the forward pass of the first chapter is used where the file has none.
+    """
+    kernel = Path(path).resolve()
+    if not kernel.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    if kernel.name == "kernel.cu" and (kernel.parent / "chapter.toml").is_file():
+        info = _read_info(kernel.parent)
+    else:
+        info = ChapterInfo(name=kernel.stem, kernel=kernel, title=str(path), idea="")
+    return Chapter(info, schedule=schedule, cpu_fallback=cpu_fallback)
+
+
+def open_chapter(key: str) -> Chapter:
+    """The chapter that ``flash_attention`` was called with: a ``Chapter.key``, a name, or a number."""
+    if key in _open_chapters:
+        return _open_chapters[key]
+    for chapter in reversed(_open_chapters.values()):
+        if chapter.name == key and chapter.schedule is None and not chapter.cpu_fallback:
+            return chapter
+    return load_chapter(key)

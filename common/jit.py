@@ -1,0 +1,392 @@
+"""Builds a kernel with ``torch.utils.cpp_extension.load``, for the GPU or for the CPU device.
+
+One build serves one (kernel file, dtype, head_dim, device). Its name carries a hash of everything that
+went into it, so an edited file or header gets a new library under a new name, beside the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+CUDA_HEADERS = REPO_ROOT / "common" / "cuda"
+CPU_DEVICE = REPO_ROOT / "common" / "cpu_device"
+BINDING = REPO_ROOT / "common" / "binding.cpp"
+
+ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+# A newer API than the oldest supported PyTorch has must fail here, not on a reader's machine.
+_STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000ULL"
+
+# Sums may be reordered, which is what lets the compiler vectorise a dot product; NaN and infinity keep
+# their meaning. A large local array must hit the guard page of its stack, not jump over it.
+_CPU_KERNEL_FLAGS = [
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+    "-fstack-clash-protection",
+    "-Wno-unknown-pragmas",
+]
+_LIBRARY_FLAGS = ["-fno-gnu-unique", "-U_FORTIFY_SOURCE", "-g1"]
+_CUDA_FLAGS = [
+    "-O3",
+    "-lineinfo",
+    "-U__CUDA_NO_HALF_OPERATORS__",
+    "-U__CUDA_NO_HALF_CONVERSIONS__",
+    "-U__CUDA_NO_HALF2_OPERATORS__",
+    "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
+]
+
+
+class BuildError(RuntimeError):
+    """A kernel could not be built or loaded. The message says what to do; ``log`` has the full output."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+@dataclass
+class KernelLibrary:
+    """A loaded build: the operators ``common/binding.cpp`` registers, and where it lies."""
+
+    name: str
+    path: Path
+    passes: frozenset[str]  # of "forward", "backward"
+    seconds: float  # what building and loading took
+    was_cached: bool
+    runtime: ctypes.CDLL | None = field(default=None, repr=False)  # the CPU device it runs on
+
+    @property
+    def ops(self) -> object:
+        return getattr(torch.ops, self.name)
+
+
+def build_root() -> Path:
+    """The folder that holds the builds: ``TORCH_EXTENSIONS_DIR``, or ``build/`` in the repository."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or REPO_ROOT / "build").resolve()
+
+
+def find_nvcc() -> Path | None:
+    """Nvcc of the toolkit PyTorch would use, of PATH, or of the PyPI package ``nvidia-cuda-nvcc``."""
+    candidates = [Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc"] if cpp_extension.CUDA_HOME else []
+    if on_path := shutil.which("nvcc"):
+        candidates.append(Path(on_path))
+    candidates += [Path(entry) / "nvidia" / "cu13" / "bin" / "nvcc" for entry in sys.path if entry]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def cuda_problem() -> str | None:
+    """Why kernels cannot be built for a GPU on this machine, or None if they can."""
+    if not torch.cuda.is_available():
+        return "PyTorch sees no NVIDIA GPU"
+    if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").is_file():
+        return (
+            "there is a GPU but no CUDA toolkit (nvcc) to compile for it; install one that matches PyTorch "
+            f"(CUDA {torch.version.cuda}) and set CUDA_HOME"
+        )
+    return None
+
+
+@functools.cache
+def _host_compiler() -> str:
+    name = os.environ.get("CXX", "c++")
+    if shutil.which(name) is None and "CXX" not in os.environ and shutil.which("g++"):
+        name = os.environ["CXX"] = "g++"
+    if shutil.which(name) is None:
+        raise BuildError(
+            f"no C++ compiler: {name!r} is not on PATH. Install one (apt install g++), or set CXX."
+        )
+    return name
+
+
+@functools.cache
+def _host_id() -> str:
+    """What ``-march=native`` depends on: a build must not be reused on another processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return platform.machine() + line
+    return platform.machine() + platform.processor()
+
+
+def _digest(paths: list[Path], *facts: str) -> str:
+    sha = hashlib.sha256()
+    for path in paths:
+        sha.update(str(path).encode() + b"\0" + path.read_bytes() + b"\0")
+    for fact in (*facts, str(REPO_ROOT), torch.__version__):
+        sha.update(fact.encode() + b"\0")
+    return sha.hexdigest()[:12]
+
+
+def source_digest(kernel: Path) -> str:
+    """Hash of a kernel file and of everything it can include. Changes when any of them is edited."""
+    headers = [p for folder in (CUDA_HEADERS, CPU_DEVICE) for p in sorted(folder.iterdir()) if p.is_file()]
+    return _digest([kernel, BINDING, *headers])
+
+
+def _say(text: str, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Holds a build folder. The kernel drops an flock with its process, so a killed builder blocks nobody."""
+    lock = folder.with_name(folder.name + ".flock")
+    limit = float(os.environ.get("FA2_BUILD_WAIT", "300"))
+    with lock.open("w") as handle:
+        deadline = time.monotonic() + limit
+        waiting = False
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waiting:
+                    _say(f"Waiting for another process that builds {folder.name} …")
+                    waiting = True
+                if time.monotonic() > deadline:
+                    raise BuildError(
+                        f"another process has been building {folder.name} for {limit:.0f} s (it holds {lock}). "
+                        "End that process, or wait longer with FA2_BUILD_WAIT=seconds."
+                    ) from None
+                time.sleep(0.05)
+        # Whoever builds here holds the flock, so a lock file of PyTorch's found now has no owner.
+        stale = folder / "lock"
+        if stale.exists():
+            _say(f"Removing {stale}: left behind by a build that was killed.")
+            stale.unlink()
+        yield
+
+
+@contextlib.contextmanager
+def _build_environment() -> Iterator[None]:
+    """Ninja on PATH, and PyTorch's library folder quoted: ``load`` writes it into a shell command as it is."""
+    saved_path, saved_lib = os.environ.get("PATH", ""), cpp_extension.TORCH_LIB_PATH
+    if shutil.which("ninja") is None:
+        try:
+            import ninja
+        except ImportError:
+            raise BuildError("ninja is missing: pip install ninja") from None
+        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, saved_path])
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(saved_lib)
+    try:
+        yield
+    finally:
+        os.environ["PATH"], cpp_extension.TORCH_LIB_PATH = saved_path, saved_lib
+
+
+_DIAGNOSTIC = re.compile(
+    r"^(?P<file>[^\s:(][^:(]*)(:(\d+)(:\d+)?:|\(\d+\):) *(fatal )?(error|warning)\b", re.MULTILINE
+)
+
+
+def _compiler_lines(log: str, limit: int = 30) -> str:
+    """What the compiler says about the sources, without ninja's lines and the command line."""
+    kept: list[str] = []
+    in_error = False
+    for line in log.splitlines():
+        match = _DIAGNOSTIC.match(line)
+        if match:
+            in_error = match.group(6) == "error"
+        elif line.startswith(("[", "FAILED", "ninja:", "In file included", "Error building")) or re.match(
+            r"^(/|c\+\+|g\+\+|clang|nvcc)\S*( .*)? -", line
+        ):
+            in_error = False
+        elif line.startswith(("ptxas error", "ptxas fatal", "nvcc fatal")) or "undefined reference" in line:
+            kept.append(line)
+        if in_error:
+            kept.append(line.replace(f"{REPO_ROOT}/", ""))
+    if not kept:
+        kept = log.strip().splitlines()[-limit:]
+    more = len(kept) - limit
+    return "\n".join(kept[:limit] + ([f"… {more} more lines in the exception's .log"] if more > 0 else []))
+
+
+def _load(
+    name: str,
+    what: str,
+    sources: list[Path],
+    *,
+    wrap: Path | None = None,
+    cflags: list[str],
+    cuda_cflags: list[str] | None = None,
+    ldflags: list[str] | None = None,
+    include: list[Path] | None = None,
+) -> tuple[Path, float, bool]:
+    """Builds ``name`` unless it is there, and loads it. Returns (library, seconds, was cached)."""
+    start = time.perf_counter()
+    folder = build_root() / name
+    library, finished = folder / f"{name}.so", folder / "finished"
+    if not finished.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _exclusive(folder), _build_environment():
+                if not finished.exists():
+                    _host_compiler()
+                    _say(f"Building {what} …", end="")
+                    if wrap is not None:
+                        source = folder / "kernel.cpp"
+                        source.write_text(f'#include "{wrap}"\n')
+                        sources = [source, *sources]
+                    cpp_extension.load(
+                        name,
+                        [str(s) for s in sources],
+                        extra_cflags=cflags,
+                        extra_cuda_cflags=cuda_cflags,
+                        extra_ldflags=ldflags,
+                        extra_include_paths=[str(p) for p in include or []],
+                        build_directory=str(folder),
+                        is_python_module=False,
+                        with_cuda=cuda_cflags is not None,
+                    )
+                    finished.touch()
+                    seconds = time.perf_counter() - start
+                    _say(f" {seconds:.1f} s")
+                    return library, seconds, False
+        except BuildError:
+            raise
+        except PermissionError as error:
+            raise _unwritable(error) from None
+        except OSError as error:
+            if error.errno in (30, 28):  # read-only file system, no space
+                raise _unwritable(error) from None
+            _say("")
+            raise _load_error(what, library, error) from None
+        except RuntimeError as error:
+            _say("")
+            log = str(error.__cause__.output.decode() if getattr(error.__cause__, "output", None) else error)
+            raise BuildError(f"{what} does not compile:\n{_compiler_lines(log)}", log) from None
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        finished.unlink(missing_ok=True)
+        raise _load_error(what, library, error) from None
+    return library, time.perf_counter() - start, True
+
+
+def _unwritable(error: OSError) -> BuildError:
+    return BuildError(
+        f"cannot write {error.filename or build_root()} ({error.strerror}). Builds go to {build_root()}; "
+        "set TORCH_EXTENSIONS_DIR to a folder you can write to."
+    )
+
+
+def _load_error(what: str, library: Path, error: OSError) -> BuildError:
+    hint = ""
+    if "undefined symbol" in str(error):
+        hint = (
+            " A function or array is declared but never defined. An `extern __shared__` array of your own "
+            "does that on the CPU device: take dynamic shared memory with dynamic_smem<T>()."
+        )
+    return BuildError(
+        f"{what} was built but does not load: {error}.{hint} Delete {library.parent} to rebuild."
+    )
+
+
+@functools.cache
+def _cpu_device_sources() -> tuple[Path, ...]:
+    return tuple(sorted(CPU_DEVICE.glob("*.cpp")))
+
+
+def load_cpu_device() -> tuple[Path, ctypes.CDLL]:
+    """The runtime of the CPU device, built once and shared by all kernels of this version of it."""
+    sources = list(_cpu_device_sources())
+    flags = ["-O2", "-pthread", *_LIBRARY_FLAGS]
+    digest = _digest([*sources, *sorted(CPU_DEVICE.glob("*.h"))], *flags, _host_compiler())
+    library, _, _ = _load(
+        f"fa2_cpu_device_{digest}", "the CPU device", sources, cflags=flags, ldflags=["-pthread"]
+    )
+    runtime = ctypes.CDLL(str(library))
+    runtime.cpu_device_set_schedule.argtypes = [ctypes.c_int64]
+    runtime.cpu_device_set_schedule.restype = None
+    return library, runtime
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor) of a CUDA device; the CPU device models 9.0."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def _gencode(capability: tuple[int, int]) -> str:
+    # 9.0 and later have instructions that only the "a" variant of the architecture offers.
+    arch = f"{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
+    return f"-gencode=arch=compute_{arch},code=sm_{arch}"
+
+
+def define_flags(dtype: torch.dtype, head_dim: int) -> list[str]:
+    """The ``-D`` flags that specialise a kernel."""
+    return [f"-DFA2_ELEMENT={ELEMENTS[dtype]}", f"-DFA2_HEAD_DIM={head_dim}"]
+
+
+def build(
+    kernel: Path, dtype: torch.dtype, head_dim: int, device: torch.device, digest: str
+) -> KernelLibrary:
+    """Builds and loads ``kernel`` for one dtype, head_dim and device.
+
+    ``digest`` is ``source_digest(kernel)``. Raises ``BuildError``.
+    """
+    defines = define_flags(dtype, head_dim)
+    label = kernel.parent.name if kernel.name == "kernel.cu" else kernel.stem
+    what = f"{label} ({DTYPE_NAMES[dtype]}, head_dim {head_dim})"
+    stem = re.sub(r"\W", "_", f"fa2_{label}_{DTYPE_NAMES[dtype]}_d{head_dim}")
+    binding_flags = [_STABLE_ABI, *_LIBRARY_FLAGS, *defines]
+    runtime = None
+    if device.type == "cuda":
+        if problem := cuda_problem():
+            raise BuildError(f"cannot build {what} for {device}: {problem}")
+        capability = compute_capability(device)
+        gencode = _gencode(capability)
+        cuda_flags = [gencode, *_CUDA_FLAGS, *defines, "-Xcompiler", "-fno-gnu-unique"]
+        flags = ["-O1", *binding_flags]
+        key = hashlib.sha256(" ".join([digest, *flags, *cuda_flags]).encode()).hexdigest()[:12]
+        name = f"{stem}_sm{capability[0]}{capability[1]}_{key}"
+        library, seconds, cached = _load(
+            name,
+            f"{what} for {torch.cuda.get_device_name(device)}",
+            [kernel, BINDING],
+            cflags=flags,
+            cuda_cflags=cuda_flags,
+            include=[REPO_ROOT],
+        )
+    else:
+        device_library, runtime = load_cpu_device()
+        flags = [*_CPU_KERNEL_FLAGS, *binding_flags]
+        facts = [digest, device_library.stem, _host_compiler(), _host_id(), *flags]
+        key = hashlib.sha256(" ".join(facts).encode()).hexdigest()[:12]
+        library, seconds, cached = _load(
+            f"{stem}_cpu_{key}",
+            f"{what} for the CPU device",
+            [BINDING],
+            wrap=kernel,
+            cflags=flags,
+            ldflags=[
+                f"-L{shlex.quote(str(device_library.parent))}",
+                f"-l:{device_library.name}",
+                f"-Wl,-rpath,{shlex.quote(str(device_library.parent))}",
+            ],
+            include=[CPU_DEVICE, REPO_ROOT],
+        )
+    ops = getattr(torch.ops, library.stem)
+    return KernelLibrary(library.stem, library, frozenset(ops.passes().split()), seconds, cached, runtime)

@@ -1,0 +1,215 @@
+"""What the kernels are compared with, and how far they may be off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from common.validation import default_scale
+
+# Of one N² matrix, over all heads that are computed at once: 512 MiB in float64.
+_MAX_MATRIX_ELEMENTS = 2**26
+_EPS32 = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one forward and backward pass produces: out, dq [B, H, Nq, d], lse [B, H, Nq], dk, dv [B, H, Nk, d]."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def visible_mask(seqlen_q: int, seqlen_k: int, is_causal: bool, device: torch.device | str = "cpu") -> Tensor:
+    """[Nq, Nk] booleans: True where query i sees key j, that is j <= i + Nk - Nq if causal."""
+    rows = torch.arange(seqlen_q, device=device)[:, None]
+    cols = torch.arange(seqlen_k, device=device)[None, :]
+    return cols <= rows + (seqlen_k - seqlen_q) if is_causal else (rows >= 0) & (cols >= 0)
+
+
+def explicit_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+) -> Gradients:
+    """Plain PyTorch in the inputs' own dtype: matmul, softmax, matmul, and autograd for the gradients.
+
+    Shapes as in ``Chapter.forward`` and ``Chapter.backward``. Rows that see no key get zeros and lse −inf.
+    """
+    scale = default_scale(softmax_scale, q.shape[-1])
+    visible = visible_mask(q.shape[2], k.shape[2], is_causal, q.device)
+    row_has_key = visible.any(-1, keepdim=True)
+    with torch.enable_grad():
+        q, k, v = (tensor.detach().requires_grad_(True) for tensor in (q, k, v))
+        scores = (q @ k.transpose(-1, -2)) * scale
+        scores = scores.masked_fill(~visible, -torch.inf)
+        # A row of −inf has no softmax; give it any scores and drop its probabilities.
+        probabilities = torch.where(row_has_key, scores, 0.0).softmax(-1)
+        out = torch.where(row_has_key, probabilities, 0.0) @ v
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    return Gradients(out.detach(), scores.detach().logsumexp(-1), dq, dk, dv)
+
+
+def reference_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+) -> Gradients:
+    """``explicit_gradients`` in float64, on the inputs as they are rounded to their dtype."""
+    inputs = (tensor.double() for tensor in (q, k, v, dout))
+    return explicit_gradients(*inputs, softmax_scale=softmax_scale, is_causal=is_causal)
+
+
+def rounding_magnitudes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+) -> Gradients:
+    """The size that each result would have if nothing cancelled: its terms added in quadrature.
+
+    Rounding every term once, at random, makes an error of about this times the unit roundoff. It is what
+    remains of the scale of a result that is exactly zero, like dQ with a single key.
+    """
+    scale = abs(default_scale(softmax_scale, q.shape[-1]))
+    q, k, v, dout = (tensor.double() for tensor in (q, k, v, dout))
+    scores = (q @ k.transpose(-1, -2)) * (scale if softmax_scale is None else softmax_scale)
+    visible = visible_mask(q.shape[2], k.shape[2], is_causal, q.device)
+    row_has_key = visible.any(-1, keepdim=True)
+    scores = torch.where(row_has_key, scores.masked_fill(~visible, -torch.inf), 0.0)
+    p = torch.where(row_has_key, scores.softmax(-1), 0.0)
+    s2 = scale**2 * (q**2) @ (k**2).transpose(-1, -2)
+    dp2 = (dout**2) @ (v**2).transpose(-1, -2)
+    delta2 = (p * dp2).sum(-1, keepdim=True)
+    ds2 = p**2 * (dp2 + delta2)
+    return Gradients(
+        out=(p**2 @ v**2).sqrt(),
+        lse=(
+            1.0 + s2.masked_fill(~visible, 0.0).amax(-1) + scores.masked_fill(~visible, 0.0).amax(-1) ** 2
+        ).sqrt(),
+        dq=scale * (ds2 @ k**2).sqrt(),
+        dk=scale * (ds2.transpose(-1, -2) @ q**2).sqrt(),
+        dv=((p**2).transpose(-1, -2) @ dout**2).sqrt(),
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One result against the reference: its error as a whole (Frobenius norm) and its worst element.
+
+    All four numbers are relative to the reference's norm or largest element; absolute where that is zero.
+    """
+
+    name: str
+    error: float
+    budget: float
+    worst: float
+    worst_budget: float
+
+    @property
+    def ok(self) -> bool:
+        """Within both budgets. False for NaN."""
+        return self.error <= self.budget and self.worst <= self.worst_budget
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else "OVER BUDGET"
+        return (
+            f"{self.name}: error {self.error:.1e} (budget {self.budget:.1e}), "
+            f"worst element {self.worst:.1e} (budget {self.worst_budget:.1e}) {verdict}"
+        )
+
+
+def _difference(value: Tensor, reference: Tensor) -> Tensor:
+    # Equal infinities, as in the lse of a row without keys, differ by nothing.
+    value, reference = value.double(), reference.double()
+    return torch.where(value == reference, 0.0, value - reference)
+
+
+def _by_heads(function: Callable[..., Gradients], inputs: tuple[Tensor, ...], options: dict) -> Gradients:
+    """Calls a function of this module on a few heads at a time: its N² matrices must fit in memory."""
+    batch, num_heads, seqlen_q, _ = inputs[0].shape
+    if batch * num_heads == 0:
+        return function(*inputs, **options)
+    chunk = max(1, _MAX_MATRIX_ELEMENTS // max(1, seqlen_q * inputs[1].shape[2]))
+    flat = [tensor.flatten(0, 1).unsqueeze(1).split(chunk) for tensor in inputs]
+    parts = [function(*part, **options) for part in zip(*flat, strict=True)]
+    return Gradients(
+        **{
+            field.name: torch.cat([getattr(part, field.name) for part in parts])
+            .squeeze(1)
+            .unflatten(0, (batch, num_heads))
+            for field in fields(Gradients)
+        }
+    )
+
+
+def compare(
+    result: Gradients,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+) -> list[Comparison]:
+    """Compares a result with float64 on the same inputs.
+
+    The budget of the whole is the error that ``explicit_gradients`` makes in the inputs' dtype, the worst
+    element's is twice that one's. Each has a floor for where plain PyTorch happens to be exact: rounding
+    the result to its dtype, and twice the roundoff of fp32 sums. lse, which is fp32 whatever the dtype, has
+    only the floor.
+    """
+    options = {"softmax_scale": softmax_scale, "is_causal": is_causal}
+    reference, explicit, magnitudes = (
+        _by_heads(function, (q, k, v, dout), options)
+        for function in (reference_gradients, explicit_gradients, rounding_magnitudes)
+    )
+    comparisons = []
+    for field in fields(Gradients):
+        value, truth, plain, magnitude = (
+            getattr(g, field.name) for g in (result, reference, explicit, magnitudes)
+        )
+        if value.shape != truth.shape:
+            raise ValueError(f"{field.name} has shape {tuple(value.shape)}; expected {tuple(truth.shape)}")
+        unit = torch.finfo(value.dtype).eps / 2
+        finite = torch.where(truth.isinf(), 0.0, truth)
+        error = _difference(value, truth)
+        plain_error = torch.zeros_like(error) if field.name == "lse" else _difference(plain, truth)
+
+        def largest(x: Tensor) -> float:
+            return x.abs().max().item() if x.numel() else 0.0
+
+        def norm(x: Tensor) -> float:
+            return x.norm().item()
+
+        size, peak = norm(finite) or 1.0, largest(finite) or 1.0
+        floor = 2 * _EPS32 * norm(magnitude) + unit * norm(finite)
+        worst_floor = 2 * (2 * _EPS32 * largest(magnitude) + unit * largest(finite))
+        comparisons.append(
+            Comparison(
+                field.name,
+                norm(error) / size,
+                (norm(plain_error) + floor) / size,
+                largest(error) / peak,
+                (2 * largest(plain_error) + worst_floor) / peak,
+            )
+        )
+    return comparisons
