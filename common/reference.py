@@ -174,8 +174,8 @@ def compare(
 
     The budget of the whole is the error that ``explicit_gradients`` makes in the inputs' dtype, the worst
     element's is twice that one's. Each has a floor for where plain PyTorch happens to be exact: rounding
-    the result to its dtype, and twice the roundoff of fp32 sums. lse, which is fp32 whatever the dtype, has
-    only the floor.
+    the result to its dtype, and the roundoff of sums that are kept in fp32 one term after the other, which
+    grows with the root of their number. lse, which is fp32 whatever the dtype, has only the floor.
     """
     options = {"softmax_scale": softmax_scale, "is_causal": is_causal}
     reference, explicit, magnitudes = (
@@ -201,8 +201,10 @@ def compare(
             return x.norm().item()
 
         size, peak = norm(finite) or 1.0, largest(finite) or 1.0
-        floor = 2 * _EPS32 * norm(magnitude) + unit * norm(finite)
-        worst_floor = 2 * (2 * _EPS32 * largest(magnitude) + unit * largest(finite))
+        num_terms = {"lse": q.shape[3], "dk": q.shape[2], "dv": q.shape[2]}.get(field.name, k.shape[2])
+        sums = _EPS32 / 2 * (4 + num_terms**0.5 / 2)
+        floor = sums * norm(magnitude) + unit * norm(finite)
+        worst_floor = 2 * (sums * largest(magnitude) + unit * largest(finite))
         comparisons.append(
             Comparison(
                 field.name,

@@ -82,6 +82,7 @@ __global__ void __launch_bounds__(kNumThreads) forward_kernel(const ForwardParam
       for (int i = threadIdx.x; i < kBlockM * kBlockN; i += kNumThreads) {
         const int row = i / kBlockN, col = i % kBlockN;
         float s = 0.0f;
+#pragma unroll 8  // unrolling in full takes nvcc three times as long
         for (int x = 0; x < kHeadDim; ++x) s += smem.sQ[row][x] * smem.sK[col][x];
         const bool visible = n_start + col < params.num_visible_keys(m_start + row);
         smem.sP[row][col] = visible ? params.softmax_scale * s : -INFINITY;
