@@ -146,7 +146,7 @@ def _backward(ctx, dout, dlse):  # noqa: ANN001, ANN202
     return (*wanted, None, None, None, None)
 
 
-def _no_second_derivative(ctx, *gradients):  # noqa: ANN001, ANN202
+def _no_second_derivative(ctx, *gradients):  # noqa: ANN001, ANN002, ANN202
     raise RuntimeError("flash_attention is differentiable once; its gradients cannot be differentiated again")
 
 

@@ -146,6 +146,7 @@ class Chapter:
 
     @property
     def name(self) -> str:
+        """NN_name, or the file's stem for a kernel outside ``chapters/``."""
         return self.info.name
 
     def __repr__(self) -> str:
@@ -185,8 +186,8 @@ class Chapter:
         capability, needed = jit.compute_capability(device), self.info.min_compute_capability
         if capability < needed:
             return (
-                f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, "
-                f"{self.name} needs {needed[0]}.{needed[1]}"
+                f"{torch.cuda.get_device_name(device)} has compute capability "
+                f"{capability[0]}.{capability[1]}, {self.name} needs {needed[0]}.{needed[1]}"
             )
         return None
 
@@ -226,6 +227,7 @@ class Chapter:
 
     @property
     def has_backward(self) -> bool:
+        """Whether the kernel file defines ``launch_backward``."""
         return _defines(self.info.kernel, "launch_backward")
 
     def workspace(
@@ -445,7 +447,7 @@ def load_chapter(
     """
     chapters = list_chapters()
     for info in chapters:
-        if name in (info.name, info.number) or str(name) == str(info.number):
+        if name in (info.name, info.number, f"{info.number}", f"{info.number:02d}"):
             return Chapter(info, schedule=schedule, cpu_fallback=cpu_fallback)
     raise ValueError(f"there is no chapter {name!r}; there are {', '.join(info.name for info in chapters)}")
 

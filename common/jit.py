@@ -80,6 +80,7 @@ class KernelLibrary:
 
     @property
     def ops(self) -> object:
+        """The namespace of the operators: passes, workspace, forward, backward."""
         return getattr(torch.ops, self.name)
 
 
@@ -140,8 +141,30 @@ def _digest(paths: list[Path], *facts: str) -> str:
     return sha.hexdigest()[:12]
 
 
+def included_headers(kernel: Path) -> list[Path]:
+    """The headers of ``common/cuda`` that a kernel file includes, directly or through another one."""
+    found: set[Path] = set()
+    waiting = [kernel]
+    while waiting:
+        text = waiting.pop().read_text()
+        for name in re.findall(r'^#include "(common/cuda/[^"]+)"', text, re.MULTILINE):
+            header = REPO_ROOT / name
+            if header.is_file() and header not in found:
+                found.add(header)
+                waiting.append(header)
+    return sorted(found)
+
+
+def kernel_digest(kernel: Path) -> str:
+    """Hash of a kernel file and the headers it includes: what a GPU measurement depends on."""
+    sha = hashlib.sha256()
+    for path in [kernel, *included_headers(kernel)]:
+        sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return sha.hexdigest()[:12]
+
+
 def source_digest(kernel: Path) -> str:
-    """Hash of a kernel file and of everything it can include. Changes when any of them is edited."""
+    """Hash of all that a build of ``kernel`` depends on. Changes when any of it is edited."""
     headers = [p for folder in (CUDA_HEADERS, CPU_DEVICE) for p in sorted(folder.iterdir()) if p.is_file()]
     return _digest([kernel, BINDING, *headers])
 
@@ -168,8 +191,8 @@ def _exclusive(folder: Path) -> Iterator[None]:
                     waiting = True
                 if time.monotonic() > deadline:
                     raise BuildError(
-                        f"another process has been building {folder.name} for {limit:.0f} s (it holds {lock}). "
-                        "End that process, or wait longer with FA2_BUILD_WAIT=seconds."
+                        f"another process has been building {folder.name} for {limit:.0f} s (it holds "
+                        f"{lock}). End that process, or wait longer with FA2_BUILD_WAIT=seconds."
                     ) from None
                 time.sleep(0.05)
         # Whoever builds here holds the flock, so a lock file of PyTorch's found now has no owner.
@@ -182,7 +205,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _build_environment() -> Iterator[None]:
-    """Ninja on PATH, and PyTorch's library folder quoted: ``load`` writes it into a shell command as it is."""
+    """Ninja on PATH, and PyTorch's library folder quoted: ``load`` puts it into a command as it is."""
     saved_path, saved_lib = os.environ.get("PATH", ""), cpp_extension.TORCH_LIB_PATH
     if shutil.which("ninja") is None:
         try:
@@ -197,9 +220,8 @@ def _build_environment() -> Iterator[None]:
         os.environ["PATH"], cpp_extension.TORCH_LIB_PATH = saved_path, saved_lib
 
 
-_DIAGNOSTIC = re.compile(
-    r"^(?P<file>[^\s:(][^:(]*)(:(\d+)(:\d+)?:|\(\d+\):) *(fatal )?(error|warning)\b", re.MULTILINE
-)
+# "file:12:3: error", as g++ and clang write, or "file(12): error", as nvcc does.
+_DIAGNOSTIC = re.compile(r"^[^\s:(][^:(]*(?::\d+(?::\d+)?:|\(\d+\):) *(?:fatal )?(error|warning)\b")
 
 
 def _compiler_lines(log: str, limit: int = 30) -> str:
@@ -209,7 +231,7 @@ def _compiler_lines(log: str, limit: int = 30) -> str:
     for line in log.splitlines():
         match = _DIAGNOSTIC.match(line)
         if match:
-            in_error = match.group(6) == "error"
+            in_error = match.group(1) == "error"
         elif line.startswith(("[", "FAILED", "ninja:", "In file included", "Error building")) or re.match(
             r"^(/|c\+\+|g\+\+|clang|nvcc)\S*( .*)? -", line
         ):

@@ -43,6 +43,7 @@ class Settings:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """``dtype`` as PyTorch's."""
         return DTYPES[self.dtype]
 
 
@@ -59,10 +60,16 @@ class Rung:
     tflops: float | None = None
     skipped: str | None = None
     failed: str | None = None
-    source: str | None = None  # hash of the sources that were run
+    source: str | None = None  # jit.kernel_digest of what was run
+
+    @property
+    def has_backward(self) -> bool:
+        """A backward pass was run, not only a forward pass."""
+        return any(c.name == "dq" for c in self.comparisons)
 
     @property
     def ok(self) -> bool:
+        """Neither failed nor over budget; a skipped run is ok."""
         return self.failed is None and all(c.ok for c in self.comparisons)
 
 
@@ -76,9 +83,11 @@ class Ladder:
 
     @property
     def ok(self) -> bool:
+        """Every rung is ok."""
         return all(rung.ok for rung in self.rungs)
 
     def to_json(self) -> str:
+        """All numbers, as JSON."""
         return json.dumps(asdict(self), indent=1)
 
 
@@ -152,14 +161,12 @@ def _run_chapter(
     chapter: Chapter, inputs: Inputs, settings: Settings, predictor: _Predictor, device: torch.device
 ) -> Rung:
     seqlen = inputs.q.shape[2]
-    rung = Rung(chapter.name, seqlen, source=chapter.digest)
+    rung = Rung(chapter.name, seqlen, source=jit.kernel_digest(chapter.info.kernel))
     elements = settings.batch * settings.heads * seqlen * seqlen
     kinds = ("forward", "backward") if chapter.has_backward else ("forward",)
     predicted = max((predictor.predict(chapter.name, kind, elements) or 0.0) for kind in kinds)
     if predicted > settings.time_limit:
-        rung.skipped = (
-            f"would take about {predicted:.1f} s, the limit is {settings.time_limit:g} s (--time-limit)"
-        )
+        rung.skipped = f"would take about {predicted:.1f} s, --time-limit is {settings.time_limit:g} s"
         return rung
     rung.workspace_bytes, needed = _needed_bytes(chapter, settings, seqlen, device)
     if needed > free_bytes(device):
@@ -241,51 +248,49 @@ def climb(
             print(
                 f"{info.name} does not support {settings.dtype} with head_dim {settings.head_dim}; left out"
             )
-    rungs: list[Rung] = []
-    unbuilt: dict[str, str] = {}
-    for chapter in chapters:
-        try:
-            chapter.forward_chapter.library(settings.torch_dtype, settings.head_dim, device)
-            chapter.library(settings.torch_dtype, settings.head_dim, device)
-        except (jit.BuildError, RuntimeError) as error:
-            unbuilt[chapter.name] = str(error)
     predictor = _Predictor()
     lengths = sorted(settings.seqlens)
-    # A short run first: it is the measurement from which longer ones are predicted.
-    trial = min(128, lengths[0])
-    for chapter in chapters:
-        if chapter.name not in unbuilt:
+    broken: dict[str, str] = {}  # what does not build or fails on its first, short run
+
+    def attempt(chapter: Chapter, inputs: Inputs) -> Rung:
+        failed = broken.get(chapter.name)
+        if failed is None:
             try:
-                _run_chapter(chapter, _inputs(settings, None, trial, device), settings, predictor, device)
+                return _run_chapter(chapter, inputs, settings, predictor, device)
             except RuntimeError as error:
-                unbuilt[chapter.name] = str(error)
+                failed = str(error)
+        source = jit.kernel_digest(chapter.info.kernel)
+        return Rung(chapter.name, inputs.q.shape[2], failed=failed, source=source)
+
+    # The short run builds, and is the measurement from which longer runs are predicted.
+    trial = _inputs(settings, None, min(128, lengths[0]), device)
+    for chapter in chapters:
+        rung = attempt(chapter, trial)
+        if rung.failed:
+            broken[chapter.name] = rung.failed
+    rungs: list[Rung] = []
+
+    def add(rung: Rung) -> None:
+        rungs.append(rung)
+        if report:
+            report(rung)
+
     with tqdm(total=len(lengths) * len(chapters), desc="running", leave=False, disable=None) as bar:
         for seqlen in lengths:
             inputs = _inputs(settings, text, seqlen, device)
             done: dict[str, Rung] = {}
             for chapter in chapters:
                 bar.set_postfix_str(f"{chapter.name}, seqlen {seqlen}")
-                if chapter.name in unbuilt:
-                    rung = Rung(chapter.name, seqlen, failed=unbuilt[chapter.name], source=chapter.digest)
-                else:
-                    try:
-                        rung = _run_chapter(chapter, inputs, settings, predictor, device)
-                    except RuntimeError as error:
-                        rung = Rung(chapter.name, seqlen, failed=str(error), source=chapter.digest)
+                rung = done[chapter.name] = attempt(chapter, inputs)
                 before = done.get(chapter.info.builds_on or "")
-                both = before is not None and before.seconds and rung.seconds
-                if both and load_chapter(before.name).has_backward:
+                # A backward pass is not compared with the forward pass it starts from.
+                if before and before.seconds and rung.seconds and before.has_backward:
                     rung.speedup = before.seconds / rung.seconds
-                done[chapter.name] = rung
-                rungs.append(rung)
-                if report:
-                    report(rung)
+                add(rung)
                 bar.update()
             if device.type == "cuda":
                 for rung in _run_sdpa(inputs, settings, device):
-                    rungs.append(rung)
-                    if report:
-                        report(rung)
+                    add(rung)
     return Ladder(settings, machine(device), rungs)
 
 
@@ -306,8 +311,7 @@ def _seconds(t: float) -> str:
 
 def _errors(rung: Rung) -> str:
     return "  ".join(
-        f"{c.name} {c.error:.1e} ≤ {c.budget:.1e}" if c.ok else f"{c.name} {c.error:.1e} OVER {c.budget:.1e}"
-        for c in rung.comparisons
+        f"{c.name} {c.error:.1e} {'≤' if c.ok else 'OVER'} {c.budget:.1e}" for c in rung.comparisons
     )
 
 
@@ -328,6 +332,7 @@ def line(rung: Rung) -> str:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m common.ladder", description=__doc__)
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if usable"
@@ -387,6 +392,7 @@ def _choose_chapters(wanted: list[str] | None) -> list[ChapterInfo]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Runs the ladder and prints it. Returns the exit status."""
     options = parse_arguments(arguments)
     device = _choose_device(options.device)
     on_gpu = device.type == "cuda"
@@ -443,9 +449,8 @@ def main(arguments: list[str] | None = None) -> int:
     if bad:
         print(f"{len(bad)} of {len(ladder.rungs)} runs failed or are over budget:")
         for rung in bad:
-            print(
-                f"  {rung.name}, seqlen {rung.seqlen}: {rung.failed or '; '.join(str(c) for c in rung.comparisons if not c.ok)}"
-            )
+            why = rung.failed or "; ".join(str(c) for c in rung.comparisons if not c.ok)
+            print(f"  {rung.name}, seqlen {rung.seqlen}: {why}")
         return 1
     print("every result is within its budget")
     return 0

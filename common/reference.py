@@ -17,7 +17,10 @@ _EPS32 = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one forward and backward pass produces: out, dq [B, H, Nq, d], lse [B, H, Nq], dk, dv [B, H, Nk, d]."""
+    """What one forward and one backward pass produce.
+
+    out, dq: [B, H, Nq, d]. lse: [B, H, Nq]. dk, dv: [B, H, Nk, d].
+    """
 
     out: Tensor
     lse: Tensor

@@ -1,0 +1,70 @@
+# `make` lists the targets. Everything works with PYTHON=python3 and no virtual environment, too.
+VENV := .venv
+PYTHON ?= $(VENV)/bin/python
+JOBS ?= auto
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+CLANG_FORMAT = $(PYTHON) -c 'import clang_format; clang_format.clang_format()'
+
+# With a Python of your own nothing is installed.
+ifeq ($(PYTHON),$(VENV)/bin/python)
+READY := $(VENV)/.ready
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run lab test test-slow test-all bench readme diff new-chapter lint format clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@echo
+	@echo "Options: PYTHON=python3 (your own Python), TORCH_INDEX=URL (where setup takes torch from),"
+	@echo "         ARGS='--causal --seqlens 256' (for run), JOBS=2 (test processes)"
+
+setup: $(VENV)/.ready ## make .venv and install everything into it
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@python3 -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, python3 is {v[0]}.{v[1]}")'
+	@echo "Setting up $(VENV): PyTorch, Jupyter and the test tools; a few minutes the first time"
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: $(READY) ## the ladder: build, run, check and time every chapter
+	@$(PYTHON) -m common.ladder $(ARGS)
+
+lab: $(READY) ## JupyterLab in notebooks/
+	$(PYTHON) -m jupyterlab --notebook-dir=notebooks $(ARGS)
+
+test: $(READY) ## the tests, without the slow ones
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(ARGS)
+
+test-slow: $(READY) ## only the slow tests
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadgroup -m slow $(ARGS)
+
+test-all: test test-slow ## every test
+
+bench: $(READY) ## measure on this machine's GPU into notebooks/measurements/
+	$(PYTHON) -m common.bench $(ARGS)
+
+readme: $(READY) ## regenerate the tables of README.md
+	$(PYTHON) -m common.readme
+
+diff: $(READY) ## what changes between two chapters: make diff A=01 B=02
+	@$(PYTHON) -m common.diff $(A) $(B)
+
+new-chapter: $(READY) ## start a chapter from another: make new-chapter NAME=13_idea FROM=02
+	@$(PYTHON) -m common.new_chapter $(NAME) $(FROM)
+
+lint: $(READY) ## ruff and clang-format, changing nothing
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	@git ls-files '*.cu' '*.h' '*.cpp' | xargs $(CLANG_FORMAT) --dry-run --Werror
+
+format: $(READY) ## let ruff and clang-format rewrite the sources
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+	@git ls-files '*.cu' '*.h' '*.cpp' | xargs $(CLANG_FORMAT) -i
+
+clean: ## remove builds and pictures
+	rm -rf build out
