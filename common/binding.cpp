@@ -41,8 +41,12 @@ float* statistics(const std::optional<Tensor>& tensor) {
 }
 
 AttentionSizes sizes_of(const Tensor& q, const Tensor& k, double softmax_scale, bool is_causal) {
-  return {static_cast<int>(q.size(0)), static_cast<int>(q.size(1)),       static_cast<int>(k.size(1)),
-          static_cast<int>(q.size(2)), static_cast<int>(k.size(2)),       static_cast<float>(softmax_scale),
+  return {static_cast<int>(q.size(0)),
+          static_cast<int>(q.size(1)),
+          static_cast<int>(k.size(1)),
+          static_cast<int>(q.size(2)),
+          static_cast<int>(k.size(2)),
+          static_cast<float>(softmax_scale),
           is_causal};
 }
 
@@ -58,9 +62,12 @@ std::string passes() {
 // One line per part: name, dtype, offset, bytes, then the shape.
 std::string workspace(bool backward, int64_t batch, int64_t num_heads, int64_t num_heads_k,
                       int64_t seqlen_q, int64_t seqlen_k, bool is_causal, bool deterministic) {
-  const AttentionSizes sizes{static_cast<int>(batch),       static_cast<int>(num_heads),
-                             static_cast<int>(num_heads_k), static_cast<int>(seqlen_q),
-                             static_cast<int>(seqlen_k),    1.0f,
+  const AttentionSizes sizes{static_cast<int>(batch),
+                             static_cast<int>(num_heads),
+                             static_cast<int>(num_heads_k),
+                             static_cast<int>(seqlen_q),
+                             static_cast<int>(seqlen_k),
+                             1.0f,
                              is_causal};
   WorkspaceLayout layout;
   if (backward) {

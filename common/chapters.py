@@ -29,6 +29,7 @@ class ChapterInfo:
     """What ``chapter.toml`` says of a chapter.
 
     ``deterministic`` is "always" (the same bits on every run), "never", or "flag" (when asked for).
+    ``dq_rounded_every``: dQ is summed in its own dtype and rounded after every so many keys; see ``compare``.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ChapterInfo:
     head_dims: tuple[int, ...] = tuple(range(16, 129, 8))
     min_compute_capability: tuple[int, int] = (7, 5)
     deterministic: str = "always"
+    dq_rounded_every: int | None = None
 
     @property
     def number(self) -> int | None:
@@ -66,6 +68,7 @@ def _read_info(folder: Path) -> ChapterInfo:
             head_dims=tuple(range(head_dim["min"], head_dim["max"] + 1, head_dim["multiple_of"])),
             min_compute_capability=(int(major), int(minor)),
             deterministic=data["deterministic"],
+            dq_rounded_every=data.get("dq_rounded_every"),
         )
     except (KeyError, ValueError, TypeError) as error:  # TOMLDecodeError is a ValueError
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
@@ -108,6 +111,16 @@ class Workspace:
         return max((part.offset + part.bytes for part in self.parts), default=0)
 
 
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One kernel launch, as the CPU device saw it."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared_bytes: int  # dynamic shared memory of a block
+
+
 _open_chapters: dict[str, Chapter] = {}
 
 
@@ -138,6 +151,7 @@ class Chapter:
         self.schedule = schedule
         self.cpu_fallback = cpu_fallback
         self.digest = jit.source_digest(info.kernel)
+        self.last_launches: list[KernelLaunch] = []  # of the last pass on the CPU device
         self._libraries: dict[tuple[torch.dtype, int, torch.device], jit.KernelLibrary] = {}
         self._forward_chapter: Chapter | None = None
         # How flash_attention's operator, which takes only plain values, refers to this object.
@@ -403,7 +417,18 @@ class Chapter:
         else:
             assert library.runtime is not None
             library.runtime.cpu_device_set_schedule(_SCHEDULES.get(self.schedule, self.schedule))
+            library.runtime.cpu_device_clear_launch_log()
             operator(*inputs, *outputs, workspace, *options, 0)
+            self.last_launches = _parse_launches(library.runtime.cpu_device_launch_log().decode())
+
+
+def _parse_launches(log: str) -> list[KernelLaunch]:
+    launches = []
+    for line in log.splitlines():
+        kernel, _, grid, _, block, _, shared = line.split(" ")
+        sizes = (tuple(int(n) for n in text.strip("()").split(",")) for text in (grid, block))
+        launches.append(KernelLaunch(kernel, *sizes, int(shared)))
+    return launches
 
 
 def _defines(kernel: Path, function: str) -> bool:

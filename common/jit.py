@@ -343,6 +343,8 @@ def load_cpu_device() -> tuple[Path, ctypes.CDLL]:
     runtime = ctypes.CDLL(str(library))
     runtime.cpu_device_set_schedule.argtypes = [ctypes.c_int64]
     runtime.cpu_device_set_schedule.restype = None
+    runtime.cpu_device_launch_log.restype = ctypes.c_char_p
+    runtime.cpu_device_clear_launch_log.restype = None
     return library, runtime
 
 

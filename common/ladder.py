@@ -185,7 +185,15 @@ def _run_chapter(
     sizes = (settings.batch, settings.heads, seqlen, seqlen, settings.head_dim, settings.causal)
     if chapter.has_backward:
         dq, dk, dv = backward()
-        comparisons = compare(Gradients(out, lse, dq, dk, dv), q, k, v, dout, is_causal=settings.causal)
+        comparisons = compare(
+            Gradients(out, lse, dq, dk, dv),
+            q,
+            k,
+            v,
+            dout,
+            is_causal=settings.causal,
+            dq_rounded_every=chapter.info.dq_rounded_every,
+        )
         rung.comparisons = [c for c in comparisons if c.name in ("dq", "dk", "dv")]
         run, flops, kind = backward, timing.backward_flops(*sizes), "backward"
     else:
@@ -315,20 +323,20 @@ def _errors(rung: Rung) -> str:
     )
 
 
-HEADER = f"{'chapter':<16} {'relative error ≤ its budget':<68} {'workspace':>9} {'time':>9} {'speed-up':>8}"
+HEADER = f"{'chapter':<19} {'relative error ≤ its budget':<68} {'workspace':>9} {'time':>9} {'speed-up':>8}"
 
 
 def line(rung: Rung) -> str:
     """One line of the table."""
     if rung.skipped:
-        return f"{rung.name:<16} skipped: {rung.skipped}"
+        return f"{rung.name:<19} skipped: {rung.skipped}"
     if rung.failed:
-        return f"{rung.name:<16} FAILED: {rung.failed}"
+        return f"{rung.name:<19} FAILED: {rung.failed}"
     workspace = "" if rung.workspace_bytes is None else _bytes(rung.workspace_bytes)
     seconds = _seconds(rung.seconds) if rung.seconds else ""
     speedup = f"{rung.speedup:.2f} ×" if rung.speedup else ""
     tflops = f" {rung.tflops:7.2f}" if rung.tflops is not None else ""
-    return f"{rung.name:<16} {_errors(rung):<68} {workspace:>9} {seconds:>9} {speedup:>8}{tflops}"
+    return f"{rung.name:<19} {_errors(rung):<68} {workspace:>9} {seconds:>9} {speedup:>8}{tflops}"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

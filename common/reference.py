@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -172,6 +173,7 @@ def compare(
     *,
     softmax_scale: float | None = None,
     is_causal: bool = False,
+    dq_rounded_every: int | None = None,
 ) -> list[Comparison]:
     """Compares a result with float64 on the same inputs.
 
@@ -179,6 +181,9 @@ def compare(
     element's is twice that one's. Each has a floor for where plain PyTorch happens to be exact: rounding
     the result to its dtype, and the roundoff of sums that are kept in fp32 one term after the other, which
     grows with the root of their number. lse, which is fp32 whatever the dtype, has only the floor.
+
+    ``dq_rounded_every``: dQ is kept in its dtype and rounded after each so many keys (``ChapterInfo`` says
+    so). T roundings of a sum that grows like a random walk add up to √(T/2) of them at its full size.
     """
     options = {"softmax_scale": softmax_scale, "is_causal": is_causal}
     reference, explicit, magnitudes = (
@@ -208,6 +213,10 @@ def compare(
         sums = _EPS32 / 2 * (4 + num_terms**0.5 / 2)
         floor = sums * norm(magnitude) + unit * norm(finite)
         worst_floor = 2 * (sums * largest(magnitude) + unit * largest(finite))
+        if field.name == "dq" and dq_rounded_every is not None:
+            roundings = unit * (math.ceil(k.shape[2] / dq_rounded_every) / 2) ** 0.5
+            floor += roundings * norm(magnitude)
+            worst_floor += 4 * roundings * largest(magnitude)
         comparisons.append(
             Comparison(
                 field.name,

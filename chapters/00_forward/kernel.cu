@@ -15,7 +15,8 @@
 
 namespace {
 
-constexpr int kNumThreads = 128;
+constexpr int kNumThreads =
+    128;                     // launch bounds of (128, 1): left alone, ptxas would spill registers
 constexpr int kBlockM = 32;  // queries
 constexpr int kBlockN = 32;  // keys
 constexpr int kThreadsPerRow = kNumThreads / kBlockM;
@@ -53,7 +54,7 @@ __device__ float finite_max(float row_max) {
   return row_max == -INFINITY ? 0.0f : row_max;
 }
 
-__global__ void __launch_bounds__(kNumThreads) forward_kernel(const ForwardParams params) {
+__global__ void __launch_bounds__(kNumThreads, 1) forward_kernel(const ForwardParams params) {
   SharedMemory& smem = *dynamic_smem<SharedMemory>();
   const int batch = blockIdx.x / params.num_heads, head = blockIdx.x % params.num_heads;
   const Element* q = params.q + params.q_strides.offset(batch, head);  // [seqlen_q, kHeadDim]

@@ -18,7 +18,8 @@
 
 namespace {
 
-constexpr int kNumThreads = 128;
+constexpr int kNumThreads =
+    128;  // launch bounds of (128, 1): left alone, ptxas would spill registers
 constexpr int kBlockM =
     kHeadDim <= 80 ? 32 : 16;  // queries; fewer where five fp32 tiles would not fit
 constexpr int kBlockN = 32;    // keys
@@ -108,7 +109,7 @@ __device__ void recompute_tile(SharedMemory& smem, const BackwardParams& params,
 }
 
 // Outer K: a block owns kBlockN keys and walks over all queries.
-__global__ void __launch_bounds__(kNumThreads) dkdv_kernel(const BackwardParams params) {
+__global__ void __launch_bounds__(kNumThreads, 1) dkdv_kernel(const BackwardParams params) {
   SharedMemory& smem = *dynamic_smem<SharedMemory>();
   const Head head(params, blockIdx.x / params.num_heads, blockIdx.x % params.num_heads);
   const int64_t first_row = int64_t(blockIdx.x) * params.seqlen_k;  // of this head in dk and dv
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(kNumThreads) dkdv_kernel(const BackwardParams 
 }
 
 // Outer Q: a block owns kBlockM queries and walks over all keys, recomputing P and dS once more.
-__global__ void __launch_bounds__(kNumThreads) dq_kernel(const BackwardParams params) {
+__global__ void __launch_bounds__(kNumThreads, 1) dq_kernel(const BackwardParams params) {
   SharedMemory& smem = *dynamic_smem<SharedMemory>();
   const Head head(params, blockIdx.x / params.num_heads, blockIdx.x % params.num_heads);
   const int64_t first_row = int64_t(blockIdx.x) * params.seqlen_q;  // of this head in dq

@@ -110,6 +110,7 @@ struct Worker {
 
 __thread Worker* worker;
 __thread int64_t thread_schedule = kParallel;
+thread_local std::string launch_log;
 __thread char* last_text;  // of the last error of this OS thread
 __thread cudaError_t last_code;
 
@@ -761,6 +762,9 @@ cudaError_t launch_grid(const void* kernel, const cudaLaunchConfig_t& config,
     return remember(cudaErrorInvalidConfiguration,
                     "kernel " + launch.kernel_name + ": invalid configuration: " + error);
   }
+  launch_log += launch.kernel_name + " grid " + name(uint3(config.gridDim)) + " block " +
+                name(uint3(config.blockDim)) + " shared " +
+                std::to_string(config.dynamicSmemBytes) + "\n";
   const uint64_t num_blocks = launch.num_blocks();
   if (launch.schedule >= 0) {
     launch.block_order.resize(num_blocks);
@@ -864,6 +868,14 @@ extern "C" {
 
 void cpu_device_set_schedule(int64_t schedule) {
   cpu_device::thread_schedule = schedule;
+}
+
+const char* cpu_device_launch_log() {
+  return cpu_device::launch_log.c_str();
+}
+
+void cpu_device_clear_launch_log() {
+  cpu_device::launch_log.clear();
 }
 
 void cpu_device_set_block_timeout(double seconds) {

@@ -61,6 +61,11 @@ extern "C" {
 inline constexpr int64_t kParallel = -2, kInOrder = -1;
 void cpu_device_set_schedule(int64_t schedule);
 
+// The launches of the calling thread since the log was cleared, a line each: kernel, grid, block, bytes of
+// dynamic shared memory.
+const char* cpu_device_launch_log();
+void cpu_device_clear_launch_log();
+
 // A block that does not end within this time is reported as an endless loop. 0 switches the limit off.
 void cpu_device_set_block_timeout(double seconds);
 }

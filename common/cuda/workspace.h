@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -44,20 +45,25 @@ class WorkspaceLayout {
     total_bytes_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
 
-  // The part called `name` within `workspace`, or nullptr if there is none.
+  // The part called `name` within `workspace`.
   template <typename T>
   T* find(void* workspace, const std::string& name) const {
-    for (const WorkspacePart& part : parts_) {
-      if (part.name != name) continue;
-      return reinterpret_cast<T*>(static_cast<unsigned char*>(workspace) + part.offset);
-    }
-    return nullptr;
+    return reinterpret_cast<T*>(static_cast<unsigned char*>(workspace) + part(name).offset);
   }
+
+  int64_t bytes(const std::string& name) const { return part(name).bytes; }
 
   int64_t total_bytes() const { return total_bytes_; }
   const std::vector<WorkspacePart>& parts() const { return parts_; }
 
  private:
+  const WorkspacePart& part(const std::string& name) const {
+    for (const WorkspacePart& part : parts_) {
+      if (part.name == name) return part;
+    }
+    throw std::logic_error("describe_workspace() names no part " + name);
+  }
+
   std::vector<WorkspacePart> parts_;
   int64_t total_bytes_ = 0;
 };
