@@ -15,13 +15,12 @@
 
 namespace {
 
-constexpr int kNumThreads =
-    128;                     // launch bounds of (128, 1): left alone, ptxas would spill registers
+// Launch bounds are (128, 1): left to itself, ptxas spills registers to fit more blocks on an SM.
+constexpr int kNumThreads = 128;
 constexpr int kBlockM = 32;  // queries
 constexpr int kBlockN = 32;  // keys
 constexpr int kThreadsPerRow = kNumThreads / kBlockM;
-constexpr int kElementsM =
-    kBlockM * kHeadDim / kNumThreads;  // of a [kBlockM, kHeadDim] tile, per thread
+constexpr int kElementsM = kBlockM * kHeadDim / kNumThreads;  // of a tile, per thread
 
 struct SharedMemory {
   TileRow sQ[kBlockM];
@@ -106,6 +105,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) forward_kernel(const ForwardPa
         tile_sum += p;
       }
       tile_sum = row_reduce_sum(tile_sum);
+      __syncwarp();  // row_max is read by every lane of the row; a shuffle alone orders no memory
       if (lane == 0) {
         const float rescale = expf(old_max - shift);
         smem.rescale[row] = rescale;

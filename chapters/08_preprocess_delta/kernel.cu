@@ -17,16 +17,13 @@
 
 namespace {
 
-constexpr int kNumThreads =
-    128;  // launch bounds of (128, 1): left alone, ptxas would spill registers
-constexpr int kBlockM =
-    kHeadDim <= 80 ? 32 : 16;  // queries; fewer where the fp32 tiles would not fit
-constexpr int kBlockN = 32;    // keys
+// Launch bounds are (128, 1): left to itself, ptxas spills registers to fit more blocks on an SM.
+constexpr int kNumThreads = 128;
+constexpr int kBlockM = kHeadDim <= 80 ? 32 : 16;  // queries
+constexpr int kBlockN = 32;                        // keys
 constexpr int kThreadsPerRow = kNumThreads / kBlockM;
-constexpr int kElementsN =
-    kBlockN * kHeadDim / kNumThreads;  // of a [kBlockN, kHeadDim] tile, per thread
-
-constexpr int kMaxSplits = 8;  // with deterministic
+constexpr int kElementsN = kBlockN * kHeadDim / kNumThreads;  // of a tile, per thread
+constexpr int kMaxSplits = 8;                                 // with deterministic
 
 struct SharedMemory {
   TileRow sQ[kBlockM];

@@ -4,7 +4,8 @@
 // What is here is what the repository's kernels use. Names, argument orders and error codes are CUDA's.
 #pragma once
 
-#include <cassert>
+#include <assert.h>
+
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -24,12 +25,13 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-// A block runs on one OS thread, so a thread-local array is shared by exactly the threads of a block.
-#define __shared__ thread_local
-
-#undef assert
-#define assert(condition) \
-  ((condition) ? (void)0 : ::cpu_device::fail_assert(#condition, __FILE__, __LINE__))
+// A block runs on one OS thread, so a thread-local array is shared by exactly the threads of a block. The
+// section tells it from other thread-local variables; each has its own, as GCC lets arrays of templates and
+// of other functions not share one.
+#define CPU_DEVICE_STRING(x) CPU_DEVICE_STRING_OF(x)
+#define CPU_DEVICE_STRING_OF(x) #x
+#define __shared__ \
+  thread_local __attribute__((section("fa2_shared." CPU_DEVICE_STRING(__COUNTER__))))
 
 enum cudaError_t {
   cudaSuccess = 0,

@@ -70,8 +70,9 @@ struct BFloat16 {
   }
 };
 
-// a * b + c, rounded to odd in fp32: rounding that to 16 bits then equals rounding the exact value once.
-float float16_fma(float a, float b, float c);
+// Rounded to odd: rounding the result to 16 bits then equals rounding the exact value once.
+float round_to_odd(double x);
+float float16_fma(float a, float b, float c);  // a * b + c
 
 template <typename Format>
 struct Float16 {
@@ -79,8 +80,8 @@ struct Float16 {
 
   Float16() = default;
   Float16(float x) : __x(Format::from_float(x)) {}
-  Float16(double x) : __x(Format::from_float(float(x))) {}
-  Float16(int x) : __x(Format::from_float(float(x))) {}
+  Float16(double x) : __x(Format::from_float(round_to_odd(x))) {}
+  Float16(int x) : __x(Format::from_float(round_to_odd(x))) {}
   operator float() const { return Format::to_float(__x); }
 
   Float16& operator+=(Float16 other) { return *this = Float16(float(*this) + float(other)); }
@@ -158,13 +159,15 @@ template <typename F>
 bool __hisnan(Float16<F> a) {
   return float(a) != float(a);
 }
-// A NaN loses against a number, as with fmaxf.
+// A NaN loses against a number, and +0 is larger than -0.
 template <typename F>
 Float16<F> __hmax(Float16<F> a, Float16<F> b) {
+  if (float(a) == float(b)) return Float16<F>::from_bits(a.__x & b.__x);
   return __hisnan(a) ? b : (__hisnan(b) || float(a) > float(b) ? a : b);
 }
 template <typename F>
 Float16<F> __hmin(Float16<F> a, Float16<F> b) {
+  if (float(a) == float(b)) return Float16<F>::from_bits(a.__x | b.__x);
   return __hisnan(a) ? b : (__hisnan(b) || float(a) < float(b) ? a : b);
 }
 template <typename F>

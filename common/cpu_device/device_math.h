@@ -29,9 +29,8 @@ inline float __fsqrt_rn(float x) {
 inline float __fmaf_rn(float x, float y, float z) {
   return ::fmaf(x, y, z);
 }
-inline float rsqrtf(float x) {
-  return 1.0f / ::sqrtf(x);
-}
+// A macro, because newer C libraries declare a function of this name.
+#define rsqrtf(x) (1.0f / ::sqrtf(x))
 inline float __saturatef(float x) {
   return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f;
 }
@@ -71,31 +70,26 @@ inline unsigned __brev(unsigned x) {
   return reversed;
 }
 
-// CUDA has these in the global namespace, for mixed signedness too.
-inline int min(int a, int b) {
-  return a < b ? a : b;
-}
-inline int max(int a, int b) {
-  return a > b ? a : b;
-}
-inline unsigned min(unsigned a, unsigned b) {
-  return a < b ? a : b;
-}
-inline unsigned max(unsigned a, unsigned b) {
-  return a > b ? a : b;
-}
-inline long min(long a, long b) {
-  return a < b ? a : b;
-}
-inline long max(long a, long b) {
-  return a > b ? a : b;
-}
-inline long long min(long long a, long long b) {
-  return a < b ? a : b;
-}
-inline long long max(long long a, long long b) {
-  return a > b ? a : b;
-}
+// CUDA has these in the global namespace. Of a signed and an unsigned integer the unsigned type wins.
+#define CPU_DEVICE_MIN_MAX(type, a_type, b_type) \
+  inline type min(a_type a, b_type b) {          \
+    const type x = a, y = b;                     \
+    return x < y ? x : y;                        \
+  }                                              \
+  inline type max(a_type a, b_type b) {          \
+    const type x = a, y = b;                     \
+    return x > y ? x : y;                        \
+  }
+#define CPU_DEVICE_MIN_MAX_INTEGERS(signed_type, unsigned_type)   \
+  CPU_DEVICE_MIN_MAX(signed_type, signed_type, signed_type)       \
+  CPU_DEVICE_MIN_MAX(unsigned_type, unsigned_type, unsigned_type) \
+  CPU_DEVICE_MIN_MAX(unsigned_type, signed_type, unsigned_type)   \
+  CPU_DEVICE_MIN_MAX(unsigned_type, unsigned_type, signed_type)
+CPU_DEVICE_MIN_MAX_INTEGERS(int, unsigned)
+CPU_DEVICE_MIN_MAX_INTEGERS(long, unsigned long)
+CPU_DEVICE_MIN_MAX_INTEGERS(long long, unsigned long long)
+#undef CPU_DEVICE_MIN_MAX_INTEGERS
+#undef CPU_DEVICE_MIN_MAX
 inline float min(float a, float b) {
   return ::fminf(a, b);
 }

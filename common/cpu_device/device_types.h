@@ -63,7 +63,6 @@ struct Site {
   int line;
 };
 
-[[noreturn]] void fail_assert(const char* condition, const char* file, int line);
 [[noreturn]] void fail_trap(const char* file, int line);
 
 }  // namespace cpu_device

@@ -57,6 +57,18 @@ std::string demangled(const char* name) {
   return status == 0 ? text.get() : name;
 }
 
+// Whether a thread-local variable is a __shared__ array. GCC forgets the section of those in templates, so
+// these are told by their name: a local variable of an instantiated function, but not of a library's.
+bool is_shared_array(const std::string& mangled, const std::string& section) {
+  if (section.rfind("fa2_shared", 0) == 0) return true;
+  if (mangled.rfind("_ZZ", 0) != 0) return false;
+  const std::string name = demangled(mangled.c_str());
+  for (const char* other : {"std::", "torch::", "c10::", "at::", "__gnu_cxx::"}) {
+    if (name.find(other) != std::string::npos) return false;
+  }
+  return name.find(">(") != std::string::npos;
+}
+
 Library read_library(const Located& located) {
   Library library;
   library.path = located.path.empty() ? "/proc/self/exe" : located.path;
@@ -65,20 +77,24 @@ Library read_library(const Located& located) {
   if (image.size() < sizeof(ElfW(Ehdr))) return library;
   const auto* header = reinterpret_cast<const ElfW(Ehdr)*>(image.data());
   const auto* sections = reinterpret_cast<const ElfW(Shdr)*>(image.data() + header->e_shoff);
+  const char* section_names = image.data() + sections[header->e_shstrndx].sh_offset;
   for (int i = 0; i < header->e_shnum; ++i) {
     if (sections[i].sh_type != SHT_SYMTAB) continue;
     const auto* symbols = reinterpret_cast<const ElfW(Sym)*>(image.data() + sections[i].sh_offset);
     const char* names = image.data() + sections[sections[i].sh_link].sh_offset;
     for (size_t s = 0; s < sections[i].sh_size / sizeof(ElfW(Sym)); ++s) {
       const ElfW(Sym) & symbol = symbols[s];
-      if (symbol.st_shndx == SHN_UNDEF || symbol.st_size == 0) continue;
+      if (symbol.st_shndx >= header->e_shnum || symbol.st_size == 0) continue;
+      const std::string name = names + symbol.st_name;
       const int type = symbol.st_info & 0xf;
-      // A static __shared__ array is a thread-local variable of a function, which mangles to _ZZ.
-      if (type == STT_TLS && std::strncmp(names + symbol.st_name, "_ZZ", 3) == 0) {
-        library.shared_arrays.push_back({size_t(symbol.st_value), size_t(symbol.st_size)});
+      if (type == STT_TLS) {
+        const std::string section = section_names + sections[symbol.st_shndx].sh_name;
+        if (is_shared_array(name, section)) {
+          library.shared_arrays.push_back({size_t(symbol.st_value), size_t(symbol.st_size), name});
+        }
       } else if (type == STT_FUNC) {
-        library.functions.push_back({uintptr_t(located.base + symbol.st_value),
-                                     size_t(symbol.st_size), names + symbol.st_name});
+        library.functions.push_back(
+            {uintptr_t(located.base + symbol.st_value), size_t(symbol.st_size), name});
       }
     }
   }
@@ -87,18 +103,36 @@ Library read_library(const Located& located) {
 
 }  // namespace
 
-std::string Library::function_name(const void* address) const {
+const Library::Function* Library::find(const void* address) const {
   const auto target = reinterpret_cast<uintptr_t>(address);
   for (const Function& function : functions) {
-    if (target < function.address || target >= function.address + function.bytes) continue;
-    std::string name = demangled(function.name.c_str());
-    if (const size_t end = name.find("(anonymous namespace)::"); end != std::string::npos) {
-      name.erase(end, sizeof("(anonymous namespace)::") - 1);
-    }
-    name = name.substr(0, name.find_first_of("<("));
-    return name.substr(name.rfind(' ') == std::string::npos ? 0 : name.rfind(' ') + 1);
+    if (target >= function.address && target < function.address + function.bytes) return &function;
   }
-  return "?";
+  return nullptr;
+}
+
+std::string Library::function_name(const void* address) const {
+  const Function* function = find(address);
+  if (function == nullptr) return "?";
+  std::string name = demangled(function->name.c_str());
+  if (const size_t start = name.find("(anonymous namespace)::"); start != std::string::npos) {
+    name.erase(start, sizeof("(anonymous namespace)::") - 1);
+  }
+  name = name.substr(0, name.find_first_of("<("));
+  return name.substr(name.rfind(' ') == std::string::npos ? 0 : name.rfind(' ') + 1);
+}
+
+size_t Library::static_shared_bytes(const void* address) const {
+  const Function* function = find(address);
+  if (function == nullptr) return 0;
+  // A local variable of function _Zxyz is called _ZZxyzE....
+  const std::string prefix =
+      "_ZZ" + function->name.substr(std::min<size_t>(2, function->name.size())) + "E";
+  size_t bytes = 0;
+  for (const SharedArray& array : shared_arrays) {
+    if (array.name.rfind(prefix, 0) == 0) bytes += array.bytes;
+  }
+  return bytes;
 }
 
 const Library& library_of(const void* address) {

@@ -447,9 +447,12 @@ void on_fault(int signal, siginfo_t* info, void* context) {
       std::snprintf(text, sizeof(text), "stack overflow: more than %zu KiB of local variables",
                     kStackBytes / 1024);
     } else if (signal == SIGFPE) {
-      std::snprintf(text, sizeof(text), "integer division by zero");
+      std::snprintf(text, sizeof(text), "integer division by zero, or overflow of a division");
     } else if (signal == SIGILL) {
       std::snprintf(text, sizeof(text), "illegal instruction");
+    } else if (address == nullptr && info->si_code == SI_KERNEL) {
+      std::snprintf(text, sizeof(text),
+                    "invalid access to memory, far outside of every address in use");
     } else {
       std::snprintf(text, sizeof(text), "invalid access to memory at address 0x%zx%s",
                     reinterpret_cast<size_t>(address), address == nullptr ? " (null pointer)" : "");
@@ -656,6 +659,12 @@ std::string configuration_error(const void* kernel, const cudaLaunchConfig_t& co
     return "needs " + std::to_string(config.dynamicSmemBytes) +
            " bytes of dynamic shared memory, the limit set for this kernel is " +
            std::to_string(limit);
+  }
+  const size_t static_bytes = library_of(kernel).static_shared_bytes(kernel);
+  if (static_bytes + config.dynamicSmemBytes > limit) {
+    return "needs " + std::to_string(static_bytes) + " bytes of static and " +
+           std::to_string(config.dynamicSmemBytes) + " of dynamic shared memory, the limit is " +
+           std::to_string(limit) + " together";
   }
   if (config.numAttrs > 0) return "launch attributes are not supported by the CPU device";
   return "";

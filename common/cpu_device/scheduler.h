@@ -29,6 +29,7 @@ struct Finding {
 struct SharedArray {
   size_t offset;  // in the library's thread-local block
   size_t bytes;
+  std::string name;  // mangled
 };
 
 // What is read once from the library that a kernel lives in.
@@ -45,6 +46,11 @@ struct Library {
 
   // "(anonymous namespace)::kernel(int)" becomes "kernel"; "?" when there is no symbol.
   std::string function_name(const void* address) const;
+  // Bytes of the __shared__ arrays that the function itself declares.
+  size_t static_shared_bytes(const void* function) const;
+
+ private:
+  const Function* find(const void* address) const;
 };
 
 const Library& library_of(const void* address);

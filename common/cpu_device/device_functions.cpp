@@ -1,4 +1,5 @@
-// Atomics, and the one 16-bit operation that cannot be done by rounding an fp32 result.
+// Device functions that the compiler must not inline: atomics, and the 16-bit arithmetic that rounding an
+// fp32 result would get wrong.
 #include "device_atomics.h"
 
 #include <cmath>
@@ -71,25 +72,26 @@ uint32_t atomic_add_bfloat162(uint32_t* address, uint32_t value) {
   return fetch_update(address, [value](uint32_t old) { return add16x2<BFloat16>(old, value); });
 }
 
+float round_to_odd(double x) {
+  float result = float(x);
+  if (double(result) == x || !std::isfinite(result)) return result;
+  // Truncate, and let the last bit say that something was cut off.
+  uint32_t bits = float_to_bits(result);
+  if (std::fabs(double(result)) > std::fabs(x)) --bits;
+  return bits_to_float(bits | 1u);
+}
+
 float float16_fma(float a, float b, float c) {
   const double product = double(a) * double(b);  // exact: at most 22 digits
   double sum = product + c;
   if (!std::isfinite(sum)) return float(sum);
-  // Round the sum to odd, so that the two roundings that follow (to fp32, then to 16 bits) equal one.
   const double virtual_c = sum - product;
   const double error = (product - (sum - virtual_c)) + (c - virtual_c);
   uint64_t bits;
   std::memcpy(&bits, &sum, sizeof(bits));
   if (error != 0.0 && (bits & 1u) == 0) bits += (error > 0.0) == (sum > 0.0) ? 1 : -1;
   std::memcpy(&sum, &bits, sizeof(bits));
-  // fp32, again rounded to odd: truncate and keep a sticky bit.
-  float result = float(sum);
-  if (double(result) != sum && std::isfinite(result)) {
-    uint32_t result_bits = float_to_bits(result);
-    if (std::fabs(double(result)) > std::fabs(sum)) --result_bits;
-    result = bits_to_float(result_bits | 1u);
-  }
-  return result;
+  return round_to_odd(sum);
 }
 
 }  // namespace cpu_device
