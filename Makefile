@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run lab test test-slow test-all bench readme diff new-chapter lint format clean
+.PHONY: help setup run lab test test-slow test-all bench sanitize readme resources diff new-chapter lint format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,8 +47,14 @@ test-all: test test-slow ## every test
 bench: $(READY) ## measure on this machine's GPU into notebooks/measurements/
 	$(PYTHON) -m common.bench $(ARGS)
 
+sanitize: $(READY) ## compute-sanitizer over every chapter, on a GPU
+	$(PYTHON) -m common.sanitize
+
 readme: $(READY) ## regenerate the tables of README.md
 	$(PYTHON) -m common.readme
+
+resources: $(READY) ## registers, shared memory and spills of every kernel into chapters/README.md
+	$(PYTHON) -m common.resources
 
 diff: $(READY) ## what changes between two chapters: make diff A=01 B=02
 	@$(PYTHON) -m common.diff $(A) $(B)

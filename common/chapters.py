@@ -225,14 +225,12 @@ class Chapter:
     def forward_chapter(self) -> Chapter:
         """The chapter whose forward pass this one uses: its own, or the nearest it builds on."""
         if self._forward_chapter is None:
-            info, chapters = self.info, {chapter.name: chapter for chapter in list_chapters()}
+            chapters = {chapter.name: chapter for chapter in list_chapters()}
+            first = next(iter(chapters.values()))
+            info = self.info
             while not _defines(info.kernel, "launch_forward"):
-                if info.builds_on is None and info.name not in chapters:
-                    info = list_chapters()[0]  # a kernel of the reader's own
-                elif info.builds_on is None:
-                    raise NotImplementedError(f"{self.name} has no forward pass and builds on no chapter")
-                else:
-                    info = chapters[info.builds_on]
+                # A kernel of the reader's own builds on nothing; it takes the forward pass of chapter 00.
+                info = chapters[info.builds_on] if info.builds_on is not None else first
             same = info is self.info
             self._forward_chapter = (
                 self if same else Chapter(info, schedule=self.schedule, cpu_fallback=self.cpu_fallback)

@@ -62,7 +62,8 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     error.set_title("largest error, in parts of its budget")
     for axes in (speed, memory, error):
         _lengths_axis(axes, lengths)
-    speed.legend(fontsize=8)
+    if speed.lines:
+        speed.legend(fontsize=8)
     mask = "causal" if settings.causal else "full"
     figure.suptitle(
         f"{ladder.machine['device']}: {settings.dtype}, batch {settings.batch}, {settings.heads} heads, "

@@ -3,7 +3,7 @@
 //
 // Prints for schedule S, twice: `sum S` (bits of a float sum by atomics), `arrivals S` (threads in order of
 // arrival), `shared_arrivals S` (the same within blocks, before and after a barrier). `schedule rendezvous S`
-// runs a kernel whose first block waits for the second.
+// runs a kernel whose two blocks wait for each other.
 #include "program.h"
 
 constexpr int kBlocks = 6, kThreads = 40, kCalls = kBlocks * kThreads;
@@ -32,11 +32,25 @@ __global__ void arrive_in_blocks(int* arrivals) {
   }
 }
 
-__global__ void rendezvous(int* has_arrived) {
+constexpr int kAdditions = 1000000;
+
+// The second block must run while the first does; then both add to the same addresses.
+__global__ void rendezvous(int* has_arrived, int* count, float* float_count) {
   atomicExch(&has_arrived[blockIdx.x], 1);
-  if (blockIdx.x > 0) return;
-  while (*static_cast<volatile int*>(&has_arrived[1]) == 0) {
+  while (*static_cast<volatile int*>(&has_arrived[1 - blockIdx.x]) == 0) {
   }
+  for (int i = 0; i < kAdditions; ++i) atomicAdd(count, 1);
+  for (int i = 0; i < kAdditions; ++i) atomicAdd(float_count, 1.0f);
+}
+
+void run_rendezvous() {
+  DeviceArray<int> has_arrived(std::vector<int>{0, 0}), count(std::vector<int>{0});
+  DeviceArray<float> float_count(std::vector<float>{0.0f});
+  const cudaError_t error = launch(rendezvous, dim3(2), dim3(1), 0, nullptr, has_arrived.data(),
+                                   count.data(), float_count.data());
+  std::printf("rendezvous: %s %s\n", cudaGetErrorName(error), launch_error.c_str());
+  print("count", count);
+  print("float_count", float_count);
 }
 
 void run_schedule(const std::string& schedule) {
@@ -61,9 +75,7 @@ void run_schedule(const std::string& schedule) {
 int main(int argc, char** argv) {
   if (argc == 3 && std::string(argv[1]) == "rendezvous") {
     set_schedule(std::atoll(argv[2]));
-    DeviceArray<int> has_arrived(std::vector<int>{0, 0});
-    const cudaError_t error = launch(rendezvous, dim3(2), dim3(1), 0, nullptr, has_arrived.data());
-    std::printf("rendezvous: %s %s\n", cudaGetErrorName(error), launch_error.c_str());
+    run_rendezvous();
     return 0;
   }
   for (int i = 1; i < argc; ++i) run_schedule(argv[i]);

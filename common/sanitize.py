@@ -1,0 +1,91 @@
+"""Runs every chapter on the GPU under compute-sanitizer: ``make sanitize``.
+
+racecheck (shared-memory races), memcheck (out of bounds, misaligned) and initcheck (uninitialised reads).
+Exits with 1 if a tool finds anything, warnings included, and with 2 where it cannot run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from itertools import product
+
+import torch
+
+from common import jit
+from common.chapters import list_chapters, load_chapter
+from common.inputs import random_inputs
+
+TOOLS = ("racecheck", "memcheck", "initcheck")
+_WORKER = "--worker"
+
+
+def _run_chapters() -> None:
+    """What is watched: each chapter on ragged sizes, causal and full, both ways of adding up dQ."""
+    shapes = ((70, 50), (33, 65))
+    for info in list_chapters():
+        chapter = load_chapter(info.name)
+        for dtype, (seqlen_q, seqlen_k), is_causal in product(
+            (torch.float32, torch.bfloat16), shapes, (False, True)
+        ):
+            x = random_inputs(1, 2, seqlen_q, 64, seqlen_k=seqlen_k, dtype=dtype, device="cuda")
+            out, lse = chapter.forward(x.q, x.k, x.v, is_causal=is_causal)
+            if not chapter.has_backward:
+                continue
+            for deterministic in (False, True) if info.deterministic == "flag" else (False,):
+                chapter.backward(
+                    x.q, x.k, x.v, out, x.dout, lse, is_causal=is_causal, deterministic=deterministic
+                )
+    torch.cuda.synchronize()
+
+
+def kernel_names() -> list[str]:
+    """The names of all ``__global__`` functions of all chapters: they end in _kernel."""
+    names = (re.findall(r"\b\w+_kernel\b", info.kernel.read_text()) for info in list_chapters())
+    return sorted({name for found in names for name in found})
+
+
+def _check(tool: str, sanitizer: str) -> int:
+    filters = [flag for name in kernel_names() for flag in ("--kernel-name", f"kernel_substring={name}")]
+    command = [sanitizer, "--tool", tool, "--print-limit", "10", *filters]
+    # Without PyTorch's cache every tensor is an allocation of its own, so that the tools see its ends.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    result = subprocess.run(
+        [*command, sys.executable, "-m", "common.sanitize", _WORKER],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=jit.REPO_ROOT,
+        check=False,
+    )
+    output = result.stdout + result.stderr
+    summary = re.search(r"SUMMARY: (\d+) (?:errors?|hazards? displayed)", output)
+    if summary is None or result.returncode != 0:
+        print(f"{tool}: did not run on this machine (exit status {result.returncode})\n{output[-2000:]}")
+        return 2
+    if summary[1] != "0":
+        print(f"{tool}: {summary[1]} findings\n{output}")
+        return 1
+    print(f"{tool}: nothing found", flush=True)
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Runs all tools. Returns the exit status."""
+    if arguments == [_WORKER]:
+        _run_chapters()
+        return 0
+    sanitizer = shutil.which("compute-sanitizer")
+    if problem := jit.cuda_problem() or (None if sanitizer else "compute-sanitizer is not on PATH"):
+        print(f"cannot sanitize: {problem}", file=sys.stderr)
+        return 2
+    _run_chapters()  # builds, outside of the tools
+    print(f"kernels: {', '.join(kernel_names())}")
+    return max(_check(tool, sanitizer) for tool in TOOLS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

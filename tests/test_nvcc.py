@@ -1,0 +1,58 @@
+"""Every kernel compiles for GPUs, without warnings and without spilling registers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import ChapterInfo, jit, list_chapters, resources
+
+# One build for each architecture and each dtype; a chapter's other builds are in the slow test.
+SAMPLE = [(torch.float32, 64, "75"), (torch.float16, 40, "80"), (torch.bfloat16, 128, "90a")]
+ALL = [
+    (dtype, head_dim, arch)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    for head_dim in (16, 64, 80, 128)
+    for arch in resources.ARCHITECTURES
+]
+
+
+def compile_kernel(info: ChapterInfo, dtype: torch.dtype, head_dim: int, arch: str, folder: Path) -> None:
+    nvcc = jit.find_nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc: neither a CUDA toolkit nor the package nvidia-cuda-nvcc")
+    if int(arch.rstrip("a")) < 10 * info.min_compute_capability[0] + info.min_compute_capability[1]:
+        pytest.skip(f"{info.name} needs compute capability {info.min_compute_capability}")
+    command = resources.nvcc_command(nvcc, info.kernel, dtype, head_dim, arch)
+    command += ["-Werror", "all-warnings", "-Xptxas", "-v", "-o", str(folder / "kernel.o")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    spills = re.findall(r"(\d+) bytes spill stores", result.stderr)
+    assert spills
+    assert set(spills) == {"0"}
+
+
+@pytest.mark.parametrize("build", SAMPLE, ids=["fp32-64-sm75", "fp16-40-sm80", "bf16-128-sm90a"])
+@pytest.mark.parametrize("info", list_chapters(), ids=lambda info: info.name)
+def test_compiles(info: ChapterInfo, build: tuple, tmp_path: Path) -> None:
+    compile_kernel(info, *build, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", ALL, ids=lambda b: f"{jit.DTYPE_NAMES[b[0]]}-{b[1]}-sm{b[2]}")
+@pytest.mark.parametrize("info", list_chapters(), ids=lambda info: info.name)
+def test_all_builds_compile(info: ChapterInfo, build: tuple, tmp_path: Path) -> None:
+    compile_kernel(info, *build, tmp_path)
+
+
+def test_resources_page_is_current() -> None:
+    data = json.loads(resources.STORED.read_text())
+    current = {info.name: jit.kernel_digest(info.kernel) for info in list_chapters()}
+    assert data["sources"] == current, "a kernel was edited: run `make resources`"
+    assert resources.PAGE.read_text() == resources.page(data), "run `make resources`"
+    assert {entry["spill_stores"] + entry["spill_loads"] for entry in data["kernels"]} == {0}

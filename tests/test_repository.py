@@ -1,0 +1,160 @@
+"""Rules that every chapter and every page keeps."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import loaded
+
+from common import ChapterInfo, jit, list_chapters, readme
+from common.diff import changed_lines
+from common.inputs import random_inputs
+from common.new_chapter import create
+
+CHAPTERS = list_chapters()
+EACH_CHAPTER = pytest.mark.parametrize("info", CHAPTERS, ids=lambda info: info.name)
+
+
+@EACH_CHAPTER
+def test_kernel_knows_neither_torch_nor_the_cpu(info: ChapterInfo) -> None:
+    text = info.kernel.read_text()
+    includes = re.findall(r'#include ["<]([^">]+)[">]', text)
+    allowed = r"common/cuda/.*|cuda_runtime\.h|cuda_fp16\.h|cuda_bf16\.h|type_traits"
+    assert [name for name in includes if not re.fullmatch(allowed, name)] == []
+    assert not re.search(r"#\s*if", text)
+
+
+@EACH_CHAPTER
+def test_every_barrier_says_what_it_protects(info: ChapterInfo) -> None:
+    lines = info.kernel.read_text().splitlines()
+    barriers = [line for line in lines if re.search(r"__sync(threads|warp)\(", line)]
+    assert [line for line in barriers if not re.search(r"\);  // \w+", line)] == []
+
+
+@EACH_CHAPTER
+def test_kernel_file_is_short_and_starts_with_what_it_is(info: ChapterInfo) -> None:
+    lines = info.kernel.read_text().splitlines()
+    assert len(lines) <= 300
+    header = next(i for i, line in enumerate(lines) if not line.startswith("//"))
+    assert 5 <= header <= 25
+    assert lines[0].startswith(f"// {info.name}: ")
+
+
+@EACH_CHAPTER
+def test_main_loop_is_numbered(info: ChapterInfo) -> None:
+    steps = re.findall(r"// (\d)\. .*=", info.kernel.read_text())
+    assert steps[:1] == ["1"]
+    assert sorted(steps) == sorted(set(steps))
+
+
+@EACH_CHAPTER
+def test_what_a_chapter_builds_on_exists(info: ChapterInfo) -> None:
+    names = [chapter.name for chapter in CHAPTERS]
+    if info is CHAPTERS[0]:
+        assert info.builds_on is None
+    else:
+        assert info.builds_on in names[: names.index(info.name)]
+
+
+@EACH_CHAPTER
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_shared_memory_fits_a_t4(info: ChapterInfo, head_dim: int) -> None:
+    if info.number > 8:
+        pytest.skip("later chapters need more shared memory, and say so in chapter.toml")
+    chapter = loaded(info.name)
+    inputs = random_inputs(1, 1, 8, head_dim)
+    out, lse = chapter.forward(inputs.q, inputs.k, inputs.v)
+    launches = list(chapter.forward_chapter.last_launches)
+    if chapter.has_backward:
+        chapter.backward(inputs.q, inputs.k, inputs.v, out, inputs.dout, lse)
+        launches += chapter.last_launches
+    assert launches
+    assert max(launch.shared_bytes for launch in launches) <= 64 * 1024
+
+
+def test_steps_are_small() -> None:
+    """From 02 on, where the tile loop stands. 04 also takes away what 03 added, so it may be larger."""
+    for info in CHAPTERS:
+        if 3 <= info.number <= 8:
+            assert sum(changed_lines(info.builds_on, info.name)) <= (135 if info.number == 4 else 90)
+
+
+def test_readme_table_is_current() -> None:
+    text = readme.README.read_text()
+    assert readme.render(text) == text, "run `make readme`"
+
+
+def test_readme_and_ci_name_the_same_test_command() -> None:
+    assert "$ make test " in readme.README.read_text()
+    assert "\nmake test\n" in (jit.REPO_ROOT / ".ci" / "run").read_text()
+
+
+def test_make_help_lists_every_target() -> None:
+    makefile = (jit.REPO_ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split()
+    listed = subprocess.run(
+        ["make", "help"], cwd=jit.REPO_ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert [target for target in phony if not re.search(rf"^{target} ", listed, re.MULTILINE)] == []
+
+
+def test_new_chapter_is_found_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    from common import chapters, new_chapter
+
+    copies = tmp_path / "chapters"
+    shutil.copytree(chapters.CHAPTERS, copies)
+    monkeypatch.setattr(chapters, "CHAPTERS", copies)
+    monkeypatch.setattr(new_chapter, "CHAPTERS", copies)
+    assert "chapters/98_mine is a copy of 02_tiled" in create("98_mine", "02")
+    mine = chapters.load_chapter(98)
+    assert mine.info.builds_on == "02_tiled"
+    inputs = random_inputs(1, 1, 20, 64)
+    out, lse = mine.forward(inputs.q, inputs.k, inputs.v)
+    mine.backward(inputs.q, inputs.k, inputs.v, out, inputs.dout, lse)
+    with pytest.raises(ValueError, match="exists already"):
+        create("98_mine", "02")
+    with pytest.raises(ValueError, match="two digits and a name"):
+        create("mine", "02")
+
+
+def test_an_unknown_chapter_names_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"there is no chapter '55'; there are 00_forward, 01_naive"):
+        loaded("55")
+
+
+def test_sources_name_no_machine() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=jit.REPO_ROOT, capture_output=True, text=True, check=False
+    ).stdout
+    pattern = re.compile(r"(?<![\w.])/(root|home|work|opt)/")
+    found = []
+    for name in tracked.split():
+        path = jit.REPO_ROOT / name
+        if path.is_file() and path.suffix in {
+            ".py",
+            ".md",
+            ".toml",
+            ".cu",
+            ".h",
+            ".cpp",
+            ".yml",
+            ".json",
+            ".ipynb",
+            ".txt",
+        }:
+            found += [
+                name
+                for line in path.read_text().splitlines()
+                if pattern.search(line) and "re.compile" not in line
+            ]
+    assert found == []
+
+
+def test_dtypes_are_named_alike_everywhere() -> None:
+    assert set(jit.ELEMENTS) == set(jit.DTYPE_NAMES) == {torch.float32, torch.float16, torch.bfloat16}
