@@ -59,7 +59,10 @@ def by_brute_force(seqlen_q: int, seqlen_k: int, block_m: int, block_n: int, is_
     return TileCount(total, visited, masked)
 
 
-SHAPES = [(1, 1), (64, 64), (96, 96), (65, 65), (33, 97), (97, 33), (128, 40), (5, 200), (200, 5), (31, 32)]
+# The lengths differ by every kind of remainder: on which side of a tile's edge the diagonal falls is what a
+# comparison that is off by one gets wrong.
+SHAPES = [(1, 1), (64, 64), (65, 65), (33, 97), (97, 33), (128, 40), (5, 200), (200, 5), (31, 32)]
+SHAPES += [(40, 40 + difference) for difference in (-1, 1, 15, 16, 17, 30, 31, 32, 33)]
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
