@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from common import validation
 from common.chapters import Chapter, list_chapters, open_chapter
@@ -44,13 +45,19 @@ def flash_attention(
     """
     if isinstance(softmax_scale, bool):  # the operator would take True for 1.0
         raise TypeError("softmax_scale is a bool; expected a finite number or None")
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or (
+        forward_ad._current_level >= 0 and any(_has_tangent(tensor) for tensor in (q, k, v))
+    ):
         raise RuntimeError(
             "flash_attention supports autograd (backward, torch.autograd.grad) and torch.compile, but no "
-            "transform of torch.func (grad, vmap, jvp ...)"
+            "transform of torch.func (grad, vmap, jvp ...) and no forward-mode derivatives"
         )
     key = chapter.key if isinstance(chapter, Chapter) else "" if chapter is None else str(chapter)
     return torch.ops.fa2_backward.attention(q, k, v, softmax_scale, is_causal, deterministic, key)[0]
+
+
+def _has_tangent(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _resolve(key: str) -> Chapter:

@@ -18,7 +18,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -252,13 +252,20 @@ def _load(
     sources: list[Path],
     *,
     wrap: Path | None = None,
+    unchanged: Callable[[], bool] = lambda: True,
     cflags: list[str],
     cuda_cflags: list[str] | None = None,
     ldflags: list[str] | None = None,
     include: list[Path] | None = None,
 ) -> tuple[Path, float, bool]:
-    """Builds ``name`` unless it is there, and loads it. Returns (library, seconds, was cached)."""
+    """Builds ``name`` unless it is there, and loads it. Returns (library, seconds, was cached).
+
+    ``unchanged`` tells whether the sources are still those that ``name`` is a hash of.
+    """
     start = time.perf_counter()
+    # One name is one set of operators, which a process can register only once, wherever it was built.
+    if name in _loaded:
+        return _loaded[name], time.perf_counter() - start, True
     folder = build_root() / name
     library, finished = folder / f"{name}.so", folder / "finished"
     if not finished.exists():
@@ -267,6 +274,8 @@ def _load(
             with _exclusive(folder), _build_environment():
                 if not finished.exists():
                     _host_compiler()
+                    if not unchanged():
+                        raise BuildError(f"{what} was edited after it was loaded; load it again")
                     _say(f"Building {what} …", end="")
                     if wrap is not None:
                         source = folder / "kernel.cpp"
@@ -283,16 +292,17 @@ def _load(
                         is_python_module=False,
                         with_cuda=cuda_cflags is not None,
                     )
+                    if not unchanged():
+                        raise BuildError(f"{what} was edited while it was built; load it again")
                     finished.touch()
+                    _loaded[name] = library
                     seconds = time.perf_counter() - start
                     _say(f" {seconds:.1f} s")
                     return library, seconds, False
         except BuildError:
             raise
-        except PermissionError as error:
-            raise _unwritable(error) from None
         except OSError as error:
-            if error.errno in (30, 28):  # read-only file system, no space
+            if error.errno is not None:  # of a file; what the dynamic loader says has no number
                 raise _unwritable(error) from None
             _say("")
             raise _load_error(what, library, error) from None
@@ -305,7 +315,11 @@ def _load(
     except OSError as error:
         finished.unlink(missing_ok=True)
         raise _load_error(what, library, error) from None
+    _loaded[name] = library
     return library, time.perf_counter() - start, True
+
+
+_loaded: dict[str, Path] = {}  # what this process has loaded
 
 
 def _unwritable(error: OSError) -> BuildError:
@@ -316,14 +330,14 @@ def _unwritable(error: OSError) -> BuildError:
 
 
 def _load_error(what: str, library: Path, error: OSError) -> BuildError:
-    hint = ""
-    if "undefined symbol" in str(error):
+    hint, detail = "", str(error.__cause__ or error)  # PyTorch wraps what the dynamic loader says
+    if "undefined symbol" in detail:
         hint = (
             " A function or array is declared but never defined. An `extern __shared__` array of your own "
             "does that on the CPU device: take dynamic shared memory with dynamic_smem<T>()."
         )
     return BuildError(
-        f"{what} was built but does not load: {error}.{hint} Delete {library.parent} to rebuild."
+        f"{what} was built but does not load: {detail}.{hint} Delete {library.parent} to rebuild."
     )
 
 
@@ -390,6 +404,7 @@ def build(
             name,
             f"{what} for {torch.cuda.get_device_name(device)}",
             [kernel, BINDING],
+            unchanged=lambda: source_digest(kernel) == digest,
             cflags=flags,
             cuda_cflags=cuda_flags,
             include=[REPO_ROOT],
@@ -404,6 +419,7 @@ def build(
             f"{what} for the CPU device",
             [BINDING],
             wrap=kernel,
+            unchanged=lambda: source_digest(kernel) == digest,
             cflags=flags,
             ldflags=[
                 f"-L{shlex.quote(str(device_library.parent))}",

@@ -78,6 +78,23 @@ def reference_gradients(
     return explicit_gradients(*inputs, softmax_scale=softmax_scale, is_causal=is_causal)
 
 
+@dataclass(frozen=True)
+class Magnitudes:
+    """What one unit roundoff at three places of the algorithm does to each result, if it is random.
+
+    sums: of fp32, in every term of every sum. It is what remains of the scale of a result that is exactly
+        zero, like dQ with a single key.
+    exponents: of fp32, in S and lse. Backward recomputes P = exp(S - lse), so an error of ε in the exponent
+        is a relative error of ε in P; scores of 100 cost two digits.
+    deltas: of the inputs' dtype, in O. delta = rowsum(O ∘ dO) is computed from an O that was rounded to
+        its dtype, while dP is not; with few keys dP - delta nearly cancels, and this is what remains.
+    """
+
+    sums: Gradients
+    exponents: Gradients
+    deltas: Gradients
+
+
 def rounding_magnitudes(
     q: Tensor,
     k: Tensor,
@@ -86,31 +103,47 @@ def rounding_magnitudes(
     *,
     softmax_scale: float | None = None,
     is_causal: bool = False,
-) -> Gradients:
-    """The size that each result would have if nothing cancelled: its terms added in quadrature.
-
-    Rounding every term once, at random, makes an error of about this times the unit roundoff. It is what
-    remains of the scale of a result that is exactly zero, like dQ with a single key.
-    """
-    scale = abs(default_scale(softmax_scale, q.shape[-1]))
+) -> Magnitudes:
+    """How roundoff reaches each result; independent errors are added in quadrature."""
+    signed_scale = default_scale(softmax_scale, q.shape[-1])
+    scale = abs(signed_scale)
     q, k, v, dout = (tensor.double() for tensor in (q, k, v, dout))
-    scores = (q @ k.transpose(-1, -2)) * (scale if softmax_scale is None else softmax_scale)
     visible = visible_mask(q.shape[2], k.shape[2], is_causal, q.device)
     row_has_key = visible.any(-1, keepdim=True)
-    scores = torch.where(row_has_key, scores.masked_fill(~visible, -torch.inf), 0.0)
-    p = torch.where(row_has_key, scores.softmax(-1), 0.0)
-    s2 = scale**2 * (q**2) @ (k**2).transpose(-1, -2)
+    scores = (q @ k.transpose(-1, -2)) * signed_scale
+    masked = torch.where(row_has_key, scores.masked_fill(~visible, -torch.inf), 0.0)
+    p = torch.where(row_has_key, masked.softmax(-1), 0.0)
+    scores = scores.masked_fill(~visible, 0.0)
+    s2 = (scale**2 * (q**2) @ (k**2).transpose(-1, -2)).masked_fill(~visible, 0.0)
+    lse2 = masked.logsumexp(-1, keepdim=True) ** 2
     dp2 = (dout**2) @ (v**2).transpose(-1, -2)
-    delta2 = (p * dp2).sum(-1, keepdim=True)
-    ds2 = p**2 * (dp2 + delta2)
-    return Gradients(
-        out=(p**2 @ v**2).sqrt(),
-        lse=(
-            1.0 + s2.masked_fill(~visible, 0.0).amax(-1) + scores.masked_fill(~visible, 0.0).amax(-1) ** 2
-        ).sqrt(),
-        dq=scale * (ds2 @ k**2).sqrt(),
-        dk=scale * (ds2.transpose(-1, -2) @ q**2).sqrt(),
-        dv=((p**2).transpose(-1, -2) @ dout**2).sqrt(),
+    delta = ((p @ v) * dout).norm(dim=-1, keepdim=True)
+
+    def gradients(p2: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        ds2 = p2 * (dp2 + (p * dp2).sum(-1, keepdim=True))
+        return Gradients(
+            out,
+            lse,
+            dq=scale * (ds2 @ k**2).sqrt(),
+            dk=scale * (ds2.transpose(-1, -2) @ q**2).sqrt(),
+            dv=(p2.transpose(-1, -2) @ dout**2).sqrt(),
+        )
+
+    no_out, no_lse = torch.zeros_like(q), torch.zeros_like(q[..., 0])
+    return Magnitudes(
+        sums=gradients(
+            p**2,
+            out=(p**2 @ v**2).sqrt(),
+            lse=(1.0 + s2.amax(-1) + (scores**2).amax(-1)).sqrt(),
+        ),
+        exponents=gradients(p**2 * (s2 + scores**2 + lse2), no_out, no_lse),
+        deltas=Gradients(
+            no_out,
+            no_lse,
+            dq=scale * delta * (p @ k).abs(),
+            dk=scale * ((p**2).transpose(-1, -2) @ (delta * q) ** 2).sqrt(),
+            dv=torch.zeros_like(v),
+        ),
     )
 
 
@@ -146,22 +179,22 @@ def _difference(value: Tensor, reference: Tensor) -> Tensor:
     return torch.where(value == reference, 0.0, value - reference)
 
 
-def _by_heads(function: Callable[..., Gradients], inputs: tuple[Tensor, ...], options: dict) -> Gradients:
+def _by_heads(function: Callable, inputs: tuple[Tensor, ...], options: dict) -> Gradients | Magnitudes:
     """Calls a function of this module on a few heads at a time: its N² matrices must fit in memory."""
     batch, num_heads, seqlen_q, _ = inputs[0].shape
     if batch * num_heads == 0:
         return function(*inputs, **options)
     chunk = max(1, _MAX_MATRIX_ELEMENTS // max(1, seqlen_q * inputs[1].shape[2]))
     flat = [tensor.flatten(0, 1).unsqueeze(1).split(chunk) for tensor in inputs]
-    parts = [function(*part, **options) for part in zip(*flat, strict=True)]
-    return Gradients(
-        **{
-            field.name: torch.cat([getattr(part, field.name) for part in parts])
-            .squeeze(1)
-            .unflatten(0, (batch, num_heads))
-            for field in fields(Gradients)
-        }
-    )
+    return _joined([function(*part, **options) for part in zip(*flat, strict=True)], (batch, num_heads))
+
+
+def _joined(parts: list, heads: tuple[int, int]) -> object:
+    """Tensors of some heads joined to tensors of all, field by field."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts).squeeze(1).unflatten(0, heads)
+    kind = type(parts[0])
+    return kind(*(_joined([getattr(part, f.name) for part in parts], heads) for f in fields(kind)))
 
 
 def compare(
@@ -179,8 +212,9 @@ def compare(
 
     The budget of the whole is the error that ``explicit_gradients`` makes in the inputs' dtype, the worst
     element's is twice that one's. Each has a floor for where plain PyTorch happens to be exact: rounding
-    the result to its dtype, and the roundoff of sums that are kept in fp32 one term after the other, which
-    grows with the root of their number. lse, which is fp32 whatever the dtype, has only the floor.
+    the result to its dtype, and the roundoff that no kernel of this algorithm can avoid (``Magnitudes``),
+    which in fp32 sums grows with the root of their number. lse, which is fp32 whatever the dtype, has only
+    the floor.
 
     ``dq_rounded_every``: dQ is kept in its dtype and rounded after each so many keys (``ChapterInfo`` says
     so). T roundings of a sum that grows like a random walk add up to √(T/2) of them at its full size.
@@ -192,8 +226,16 @@ def compare(
     )
     comparisons = []
     for field in fields(Gradients):
-        value, truth, plain, magnitude = (
-            getattr(g, field.name) for g in (result, reference, explicit, magnitudes)
+        value, truth, plain, terms, exponent, delta = (
+            getattr(gradients, field.name)
+            for gradients in (
+                result,
+                reference,
+                explicit,
+                magnitudes.sums,
+                magnitudes.exponents,
+                magnitudes.deltas,
+            )
         )
         if value.shape != truth.shape:
             raise ValueError(f"{field.name} has shape {tuple(value.shape)}; expected {tuple(truth.shape)}")
@@ -210,13 +252,14 @@ def compare(
 
         size, peak = norm(finite) or 1.0, largest(finite) or 1.0
         num_terms = {"lse": q.shape[3], "dk": q.shape[2], "dv": q.shape[2]}.get(field.name, k.shape[2])
-        sums = _EPS32 / 2 * (4 + num_terms**0.5 / 2)
-        floor = sums * norm(magnitude) + unit * norm(finite)
-        worst_floor = 2 * (sums * largest(magnitude) + unit * largest(finite))
+        # A sum kept in one register: the random walk of its roundings, over and above those of its terms.
+        walk = _EPS32 / 2 * (4 + num_terms**0.5 / 2)
+        # A partial sum is as large as its terms in quadrature, or as the result if they have one sign.
+        parts = [(walk, terms), (walk + unit, finite), (_EPS32, exponent), (unit, delta)]
         if field.name == "dq" and dq_rounded_every is not None:
-            roundings = unit * (math.ceil(k.shape[2] / dq_rounded_every) / 2) ** 0.5
-            floor += roundings * norm(magnitude)
-            worst_floor += 4 * roundings * largest(magnitude)
+            parts.append((unit * (math.ceil(k.shape[2] / dq_rounded_every) / 2) ** 0.5, terms))
+        floor = sum(factor * norm(tensor) for factor, tensor in parts)
+        worst_floor = 2 * sum(factor * largest(tensor) for factor, tensor in parts)
         comparisons.append(
             Comparison(
                 field.name,

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# The kernels compute in fp32.
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 # Sizes are 32-bit in the kernels, and a tile may reach past the end.
 MAX_SIZE = 2**31 - 1024
 
@@ -24,8 +26,10 @@ def default_scale(softmax_scale: float | None, head_dim: int) -> float:
         raise TypeError(
             f"softmax_scale is a {type(softmax_scale).__name__}; expected a finite number or None"
         )
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number or None")
+    if not abs(softmax_scale) <= _LARGEST_SCALE:  # NaN is not, either
+        raise ValueError(
+            f"softmax_scale is {softmax_scale}; expected a number that is finite in fp32, or None"
+        )
     return float(softmax_scale)
 
 

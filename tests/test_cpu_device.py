@@ -24,6 +24,8 @@ import numpy as np
 import pytest
 import torch
 
+from common import jit
+
 REPO = Path(__file__).resolve().parent.parent
 RUNTIME = REPO / "common" / "cpu_device"
 PROGRAMS = REPO / "tests" / "cpu_device"
@@ -850,7 +852,7 @@ def test_thread_local_variables_of_host_functions_are_left_alone(poison: Arrays)
 
 
 def nvcc_command() -> list[str]:
-    nvcc = find_nvcc()
+    nvcc = jit.find_nvcc()
     if nvcc is None:
         pytest.skip("no nvcc on PATH nor in site-packages (pip install nvidia-cuda-nvcc)")
     return [str(nvcc), "-std=c++17", f"-I{REPO}", "-Werror", "all-warnings"]

@@ -28,7 +28,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   if (smem_bytes > kLimitWithoutAsking) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(smem_bytes));
-    if (error != cudaSuccess) {
+    if (error == cudaErrorInvalidValue) {
       int device = 0, limit = 0;
       cudaGetDevice(&device);
       cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -43,13 +43,13 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
     config.dynamicSmemBytes = smem_bytes;
     config.stream = stream;
     error = cudaLaunchKernelEx(&config, kernel, arguments...);
-    if (error != cudaSuccess) {
-      launch_error = std::string(cudaGetErrorString(error)) + " (grid " + std::to_string(grid.x) +
-                     "x" + std::to_string(grid.y) + "x" + std::to_string(grid.z) + ", block " +
-                     std::to_string(block.x) + "x" + std::to_string(block.y) + "x" +
-                     std::to_string(block.z) + ", " + std::to_string(smem_bytes) +
-                     " bytes of shared memory)";
-    }
+  }
+  if (error != cudaSuccess && launch_error.empty()) {
+    launch_error = std::string(cudaGetErrorString(error)) + " (grid " + std::to_string(grid.x) +
+                   "x" + std::to_string(grid.y) + "x" + std::to_string(grid.z) + ", block " +
+                   std::to_string(block.x) + "x" + std::to_string(block.y) + "x" +
+                   std::to_string(block.z) + ", " + std::to_string(smem_bytes) +
+                   " bytes of shared memory)";
   }
   if (error != cudaSuccess) cudaGetLastError();  // or the next, unrelated launch would report it
   return error;

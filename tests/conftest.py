@@ -1,0 +1,51 @@
+"""Which tests can run on this machine, and what they share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from helpers import backward_chapters, forward_chapters, loaded, reproducible
+
+from common import Chapter
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
+
+
+def _gpu_is_missing() -> str | None:
+    from common import jit
+
+    problem = jit.cuda_problem()
+    return f"needs an NVIDIA GPU and nvcc: {problem}" if problem else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    problem = _gpu_is_missing()
+    for item in items:
+        if problem and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=problem))
+
+
+def _one_worker_each(chapters: list[str]) -> list:
+    # With `--dist loadgroup` one worker builds all that a chapter's tests need, once.
+    return [pytest.param(name, id=name, marks=pytest.mark.xdist_group(name)) for name in chapters]
+
+
+@pytest.fixture(params=_one_worker_each([info.name for info in backward_chapters()]))
+def chapter(request: pytest.FixtureRequest) -> Chapter:
+    """Each chapter that has a backward pass, its blocks spread over the cores."""
+    return loaded(request.param)
+
+
+@pytest.fixture(params=_one_worker_each([info.name for info in backward_chapters()]))
+def reproducible_chapter(request: pytest.FixtureRequest) -> Chapter:
+    """Each chapter that has a backward pass, in a schedule that gives the same bits on every run."""
+    return reproducible(request.param)
+
+
+@pytest.fixture(params=_one_worker_each([info.name for info in forward_chapters()]))
+def forward_chapter(request: pytest.FixtureRequest) -> Chapter:
+    """Each chapter that defines a forward pass of its own."""
+    return loaded(request.param)
