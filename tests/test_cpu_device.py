@@ -873,14 +873,15 @@ def gpu_run(device_folder: Path) -> Callable[..., Arrays]:
     if not torch.cuda.is_available():
         pytest.skip("PyTorch sees no NVIDIA GPU")
     folder = device_folder / "gpu"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     major, minor = torch.cuda.get_device_capability()
 
     def run(name: str, *arguments: str, stdin: str | None = None) -> Arrays:
         target = folder / name
-        if not target.exists():
-            command = [*nvcc_command(), f"-arch=sm_{major}{minor}", str(PROGRAMS / f"{name}.cu")]
-            run_checked([*command, "-o", str(target)])
+        with exclusive(target):
+            if not target.exists():
+                command = [*nvcc_command(), f"-arch=sm_{major}{minor}", str(PROGRAMS / f"{name}.cu")]
+                run_checked([*command, "-o", str(target)])
         return parse(run_checked([str(target), *arguments], input=stdin))
 
     return run

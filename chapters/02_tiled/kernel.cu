@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) dkdv_kernel(const BackwardPara
           acc_dk[j] += smem.sdS[m][row] * smem.sQ[m][col];
         }
       }
-      __syncthreads();  // sQ, sdO, sP and sdS are read before the next tiles overwrite them
+      __syncthreads();  // sQ, sdO, sP and sdS are still read by the products
     }
 
     Element* dk = params.dk + first_row * kHeadDim;
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) dq_kernel(const BackwardParams
 #pragma unroll 8
         for (int n = 0; n < kBlockN; ++n) acc_dq[j] += smem.sdS[row][n] * smem.sK[n][col];
       }
-      __syncthreads();  // sK and sdS are read before the next tiles overwrite them
+      __syncthreads();  // sK and sdS are still read by the product
     }
 
     Element* dq = params.dq + first_row * kHeadDim;

@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           atomicAdd(dq + int64_t(m_start + row) * kHeadDim + col, sum);
         }
       }
-      __syncthreads();  // sQ, sdO, sP and sdS are read before the next tiles overwrite them
+      __syncthreads();  // sQ, sdO, sP, sdS and sK are still read by the products
     }
 
     Element* dk = params.dk + first_row * kHeadDim;
