@@ -12,6 +12,7 @@ from common.chapters import (
 )
 from common.jit import BuildError
 from common.reference import compare, explicit_gradients, reference_gradients
+from common.tiles import count_tiles
 
 __all__ = [
     "BuildError",
@@ -20,6 +21,7 @@ __all__ = [
     "Workspace",
     "WorkspacePart",
     "compare",
+    "count_tiles",
     "explicit_gradients",
     "flash_attention",
     "list_chapters",

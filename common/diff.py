@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from dataclasses import dataclass
 
 from common.chapters import load_chapter
 
@@ -25,10 +26,28 @@ def chapter_diff(before: str | int, after: str | int, *, context: int = 3) -> li
     )
 
 
-def changed_lines(before: str | int, after: str | int) -> tuple[int, int]:
-    """(added, removed) lines from one chapter's ``kernel.cu`` to the other's."""
-    body = chapter_diff(before, after)[2:]
-    return sum(line.startswith("+") for line in body), sum(line.startswith("-") for line in body)
+@dataclass(frozen=True)
+class StepSize:
+    """How much of a ``kernel.cu`` a step touches. A line that is replaced by another is one changed line."""
+
+    added: int
+    removed: int
+    changed: int
+
+
+def step_size(before: str | int, after: str | int) -> StepSize:
+    """The size of the step from one chapter's ``kernel.cu`` to the other's."""
+    old, new = (load_chapter(name).info.kernel.read_text().splitlines() for name in (before, after))
+    edits = [
+        (i2 - i1, j2 - j1)
+        for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        if tag != "equal"
+    ]
+    return StepSize(
+        added=sum(new for _, new in edits),
+        removed=sum(old for old, _ in edits),
+        changed=sum(max(edit) for edit in edits),
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -38,14 +57,14 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         lines = chapter_diff(*arguments)
-        added, removed = changed_lines(*arguments)
+        size = step_size(*arguments)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     for line in lines:
         colour = _COLOURS.get(line[:1], "") if sys.stdout.isatty() else ""
         print(f"{colour}{line}\033[0m" if colour else line)
-    print(f"{added} lines added, {removed} removed")
+    print(f"{size.changed} lines changed: {size.added} added, {size.removed} removed")
     return 0
 
 

@@ -16,6 +16,7 @@ import platform
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ _CPU_KERNEL_FLAGS = [
     "-fstack-clash-protection",
     "-Wno-unknown-pragmas",
 ]
-_LIBRARY_FLAGS = ["-fno-gnu-unique", "-U_FORTIFY_SOURCE", "-g1"]
+_LIBRARY_FLAGS = ["-U_FORTIFY_SOURCE", "-g1"]
 _CUDA_FLAGS = [
     "-O3",
     "-lineinfo",
@@ -120,6 +121,13 @@ def _host_compiler() -> str:
             f"no C++ compiler: {name!r} is not on PATH. Install one (apt install g++), or set CXX."
         )
     return name
+
+
+@functools.cache
+def _library_flags() -> list[str]:
+    """Flags of every library. GCC must not share inline variables between an old and a new build."""
+    version = subprocess.run([_host_compiler(), "--version"], capture_output=True, text=True, check=False)
+    return _LIBRARY_FLAGS if "clang" in version.stdout else ["-fno-gnu-unique", *_LIBRARY_FLAGS]
 
 
 @functools.cache
@@ -308,6 +316,8 @@ def _load(
             raise _load_error(what, library, error) from None
         except RuntimeError as error:
             _say("")
+            # Or PyTorch would take the same sources, tried again, for built.
+            cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
             log = str(error.__cause__.output.decode() if getattr(error.__cause__, "output", None) else error)
             raise BuildError(f"{what} does not compile:\n{_compiler_lines(log)}", log) from None
     try:
@@ -349,7 +359,7 @@ def _cpu_device_sources() -> tuple[Path, ...]:
 def load_cpu_device() -> tuple[Path, ctypes.CDLL]:
     """The runtime of the CPU device, built once and shared by all kernels of this version of it."""
     sources = list(_cpu_device_sources())
-    flags = ["-O2", "-pthread", *_LIBRARY_FLAGS]
+    flags = ["-O2", "-pthread", *_library_flags()]
     digest = _digest([*sources, *sorted(CPU_DEVICE.glob("*.h"))], *flags, _host_compiler())
     library, _, _ = _load(
         f"fa2_cpu_device_{digest}", "the CPU device", sources, cflags=flags, ldflags=["-pthread"]
@@ -389,7 +399,7 @@ def build(
     label = kernel.parent.name if kernel.name == "kernel.cu" else kernel.stem
     what = f"{label} ({DTYPE_NAMES[dtype]}, head_dim {head_dim})"
     stem = re.sub(r"\W", "_", f"fa2_{label}_{DTYPE_NAMES[dtype]}_d{head_dim}")
-    binding_flags = [_STABLE_ABI, *_LIBRARY_FLAGS, *defines]
+    binding_flags = [_STABLE_ABI, *_library_flags(), *defines]
     runtime = None
     if device.type == "cuda":
         if problem := cuda_problem():

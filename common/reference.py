@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -60,7 +61,10 @@ def explicit_gradients(
         # A row of −inf has no softmax; give it any scores and drop its probabilities.
         probabilities = torch.where(row_has_key, scores, 0.0).softmax(-1)
         out = torch.where(row_has_key, probabilities, 0.0) @ v
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+        with warnings.catch_warnings():
+            # On a GPU the first product of autograd's own thread finds no CUDA context there, and makes one.
+            warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+            dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     return Gradients(out.detach(), scores.detach().logsumexp(-1), dq, dk, dv)
 
 

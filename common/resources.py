@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from common import jit
 from common.chapters import Chapter, ChapterInfo, list_chapters, load_chapter
-from common.diff import changed_lines
+from common.diff import step_size
 from common.inputs import random_inputs
 
 STORED = jit.REPO_ROOT / "notebooks" / "measurements" / "resources.json"
@@ -129,13 +129,18 @@ def page(data: dict) -> str:
         "",
         "## The size of each step",
         "",
-        "| from | to | lines added | removed | the one idea |",
-        "|---|---|---|---|---|",
+        "A line that is replaced by another counts as one changed line.",
+        "",
+        "| from | to | lines changed | added | removed | the one idea |",
+        "|---|---|---|---|---|---|",
     ]
     for info in infos:
         if info.builds_on is not None and info.builds_on != infos[0].name:
-            added, removed = changed_lines(info.builds_on, info.name)
-            lines.append(f"| {info.builds_on} | {info.name} | {added} | {removed} | {info.idea} |")
+            size = step_size(info.builds_on, info.name)
+            lines.append(
+                f"| {info.builds_on} | {info.name} | {size.changed} | {size.added} | {size.removed} "
+                f"| {info.idea} |"
+            )
     lines += [
         "",
         "## Registers, shared memory, spills",

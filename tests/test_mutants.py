@@ -104,7 +104,7 @@ MUTANTS = {
         "02_tiled", TILED_DK, TILED_DK.replace("params.softmax_scale", "1.0f"), plain, {"dk"}
     ),
     "output_not_rescaled": Mutant(
-        "00_forward", "smem.rescale[row] * acc_o[j] + o", "acc_o[j] + o", plain, {"out"}
+        "00_forward", "acc_o[j] *= smem.rescale", "acc_o[j] += 0.0f * smem.rescale", plain, {"out"}
     ),
     "padded_keys_not_masked": Mutant(
         "00_forward", "n_start + col < params.num_visible_keys(m_start + row);",
@@ -164,7 +164,7 @@ MORE_MUTANTS = {
         plain, {"dq", "dk"},
     ),
     "p_not_transposed": Mutant(
-        "02_tiled", "smem.sP[m][row] * smem.sdO[m][col]", "smem.sP[row][m] * smem.sdO[m][col]", plain, {"dv"}
+        "02_tiled", "add_transposed_product<kNumThreads>(acc_dv", "add_product<kNumThreads>(acc_dv", plain, {"dv"}
     ),
     "naive_without_scale": Mutant(
         "01_naive", "run(product_kernel<true>, k_grid, sizes, ds, q, scale, params.dk)",

@@ -117,12 +117,9 @@ __global__ void __launch_bounds__(kNumThreads, 1) forward_kernel(const ForwardPa
       // 3. O = exp(m - m_new) · O + P V  [kBlockM, kHeadDim]
 #pragma unroll
       for (int j = 0; j < kElementsM; ++j) {
-        const int i = threadIdx.x + j * kNumThreads;
-        const int row = i / kHeadDim, col = i % kHeadDim;
-        float o = 0.0f;
-        for (int n = 0; n < kBlockN; ++n) o += smem.sP[row][n] * smem.sV[n][col];
-        acc_o[j] = smem.rescale[row] * acc_o[j] + o;
+        acc_o[j] *= smem.rescale[(threadIdx.x + j * kNumThreads) / kHeadDim];
       }
+      add_product<kNumThreads>(acc_o, smem.sP, smem.sV);
     }
 
     // A row without a visible key has l = 0: O = 0 and lse = -inf.

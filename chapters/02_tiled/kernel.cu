@@ -9,8 +9,8 @@
 // kernels: outer K for dK and dV, outer Q for dQ. Each sum stays in the registers of one block and is
 // written once, without atomics. The price is that S and dP are computed twice: 7 products instead of 5.
 //
-// Grid: (batch · num_heads, blocks of keys or of queries). Block: 128 threads; a tile's elements are dealt
-// out to the threads in row-major order.
+// Grid: (batch · num_heads, blocks of keys or of queries).
+// Block: 128 threads; a tile's elements are dealt out to the threads in row-major order.
 // Shared memory: Q, O, dO, K, V tiles and the tiles of P and dS, fp32.
 #include "common/cuda/attention.h"
 #include "common/cuda/launch.h"
@@ -127,17 +127,10 @@ __global__ void __launch_bounds__(kNumThreads, 1) dkdv_kernel(const BackwardPara
       recompute_tile(smem, params, m_start, n_start);
       __syncthreads();  // P and dS are complete
 
-      // 5. dV += Pᵀ dO   6. dK += dSᵀ Q  [kBlockN, kHeadDim]
-#pragma unroll
-      for (int j = 0; j < kElementsN; ++j) {
-        const int i = threadIdx.x + j * kNumThreads;
-        const int row = i / kHeadDim, col = i % kHeadDim;
-#pragma unroll 8
-        for (int m = 0; m < kBlockM; ++m) {
-          acc_dv[j] += smem.sP[m][row] * smem.sdO[m][col];
-          acc_dk[j] += smem.sdS[m][row] * smem.sQ[m][col];
-        }
-      }
+      // 5. dV += Pᵀ dO  [kBlockN, kHeadDim]
+      add_transposed_product<kNumThreads>(acc_dv, smem.sP, smem.sdO);
+      // 6. dK += dSᵀ Q  [kBlockN, kHeadDim]
+      add_transposed_product<kNumThreads>(acc_dk, smem.sdS, smem.sQ);
       __syncthreads();  // sQ, sdO, sP and sdS are still read by the products
     }
 
@@ -169,13 +162,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) dq_kernel(const BackwardParams
       __syncthreads();  // dS is complete
 
       // 7. dQ += dS K  [kBlockM, kHeadDim]
-#pragma unroll
-      for (int j = 0; j < kElementsM; ++j) {
-        const int i = threadIdx.x + j * kNumThreads;
-        const int row = i / kHeadDim, col = i % kHeadDim;
-#pragma unroll 8
-        for (int n = 0; n < kBlockN; ++n) acc_dq[j] += smem.sdS[row][n] * smem.sK[n][col];
-      }
+      add_product<kNumThreads>(acc_dq, smem.sdS, smem.sK);
       __syncthreads();  // sK and sdS are still read by the product
     }
 

@@ -6,8 +6,8 @@
 // The change: the outer-K kernel has every tile of dS in its hands and writes it out, so the outer-Q kernel
 // only multiplies dS by K (the book's plan B, §16.3.2). Back to 5 products; but dS is N² again.
 //
-// Grid: (batch · num_heads, blocks of keys or of queries). Block: 128 threads; a tile's elements are dealt
-// out to the threads in row-major order.
+// Grid: (batch · num_heads, blocks of keys or of queries).
+// Block: 128 threads; a tile's elements are dealt out to the threads in row-major order.
 // Shared memory: Q, O, dO, K, V tiles and the tiles of P and dS, fp32. Global scratch: dS.
 #include "common/cuda/attention.h"
 #include "common/cuda/launch.h"
@@ -131,17 +131,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       recompute_tile(smem, params, m_start, n_start, ds);
       __syncthreads();  // P and dS are complete
 
-      // 5. dV += Pᵀ dO   6. dK += dSᵀ Q  [kBlockN, kHeadDim]
-#pragma unroll
-      for (int j = 0; j < kElementsN; ++j) {
-        const int i = threadIdx.x + j * kNumThreads;
-        const int row = i / kHeadDim, col = i % kHeadDim;
-#pragma unroll 8
-        for (int m = 0; m < kBlockM; ++m) {
-          acc_dv[j] += smem.sP[m][row] * smem.sdO[m][col];
-          acc_dk[j] += smem.sdS[m][row] * smem.sQ[m][col];
-        }
-      }
+      // 5. dV += Pᵀ dO  [kBlockN, kHeadDim]
+      add_transposed_product<kNumThreads>(acc_dv, smem.sP, smem.sdO);
+      // 6. dK += dSᵀ Q  [kBlockN, kHeadDim]
+      add_transposed_product<kNumThreads>(acc_dk, smem.sdS, smem.sQ);
       __syncthreads();  // sQ, sdO, sP and sdS are still read by the products
     }
 
@@ -168,22 +161,12 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     for (int n_start = 0; n_start < params.seqlen_k; n_start += kBlockN) {
       load_tile<kBlockN, kNumThreads>(smem.sK, head.k, params.k_strides.row, n_start,
                                       params.seqlen_k);
-      for (int i = threadIdx.x; i < kBlockM * kBlockN; i += kNumThreads) {
-        const int row = i / kBlockN, col = i % kBlockN;
-        const bool inside = m_start + row < params.seqlen_q && n_start + col < params.seqlen_k;
-        const int64_t index = int64_t(m_start + row) * params.seqlen_k + n_start + col;
-        smem.sdS[row][col] = inside ? to_float(ds[index]) : 0.0f;
-      }
+      load_tile<kBlockM, kNumThreads>(smem.sdS, ds + n_start, params.seqlen_k, m_start,
+                                      params.seqlen_q, params.seqlen_k - n_start);
       __syncthreads();  // the tiles of K and dS are complete
 
       // 7. dQ += dS K  [kBlockM, kHeadDim]
-#pragma unroll
-      for (int j = 0; j < kElementsM; ++j) {
-        const int i = threadIdx.x + j * kNumThreads;
-        const int row = i / kHeadDim, col = i % kHeadDim;
-#pragma unroll 8
-        for (int n = 0; n < kBlockN; ++n) acc_dq[j] += smem.sdS[row][n] * smem.sK[n][col];
-      }
+      add_product<kNumThreads>(acc_dq, smem.sdS, smem.sK);
       __syncthreads();  // sK and sdS are still read by the product
     }
 

@@ -4,15 +4,13 @@
 //   dV += Pᵀ dO                 dK += softmax_scale · dSᵀ Q       dQ += softmax_scale · dS K
 //
 // The change: the staged dS and the second kernel are gone. Every block adds its share of dQ to global
-// memory, where the blocks of all keys meet (the book's plan A, §16.3.1). 16-bit types go in pairs, which
-// halves the instructions. In 16 bits every addition rounds, so dQ gets worse as the number of K blocks
-// grows; and the order of the additions, so the last bits, change from run to run.
+// memory, where the blocks of all keys meet (the book's plan A, §16.3.1). In 16 bits every addition rounds,
+// so dQ gets worse with every K block; and the order of the additions changes the last bits on every run.
 //
-// Grid: (batch · num_heads, blocks of keys). Block: 128 threads; a tile's elements are dealt out to the
-// threads in row-major order.
+// Grid: (batch · num_heads, blocks of keys).
+// Block: 128 threads; a tile's elements are dealt out to the threads in row-major order.
 // Shared memory: Q, O, dO, K, V tiles and the tiles of P and dS, fp32.
-#include <type_traits>
-
+#include "common/cuda/atomic.h"
 #include "common/cuda/attention.h"
 #include "common/cuda/launch.h"
 #include "common/cuda/tile.h"
@@ -106,19 +104,6 @@ __device__ void recompute_tile(SharedMemory& smem, const BackwardParams& params,
   }
 }
 
-// address[0] += x and address[1] += y
-template <typename T>
-__device__ void atomic_add_pair(T* address, float x, float y) {
-  if constexpr (std::is_same_v<T, float>) {
-    atomicAdd(address, x);
-    atomicAdd(address + 1, y);
-  } else if constexpr (std::is_same_v<T, __half>) {
-    atomicAdd(reinterpret_cast<__half2*>(address), __floats2half2_rn(x, y));
-  } else {
-    atomicAdd(reinterpret_cast<__nv_bfloat162*>(address), __floats2bfloat162_rn(x, y));
-  }
-}
-
 // Outer K: a block owns kBlockN keys and walks over all queries.
 __global__ void __launch_bounds__(kNumThreads, 1) backward_kernel(const BackwardParams params) {
   SharedMemory& smem = *dynamic_smem<SharedMemory>();
@@ -141,21 +126,14 @@ __global__ void __launch_bounds__(kNumThreads, 1) backward_kernel(const Backward
       recompute_tile(smem, params, m_start, n_start);
       __syncthreads();  // P and dS are complete
 
-      // 5. dV += Pᵀ dO   6. dK += dSᵀ Q  [kBlockN, kHeadDim]
-#pragma unroll
-      for (int j = 0; j < kElementsN; ++j) {
-        const int i = threadIdx.x + j * kNumThreads;
-        const int row = i / kHeadDim, col = i % kHeadDim;
-#pragma unroll 8
-        for (int m = 0; m < kBlockM; ++m) {
-          acc_dv[j] += smem.sP[m][row] * smem.sdO[m][col];
-          acc_dk[j] += smem.sdS[m][row] * smem.sQ[m][col];
-        }
-      }
+      // 5. dV += Pᵀ dO  [kBlockN, kHeadDim]
+      add_transposed_product<kNumThreads>(acc_dv, smem.sP, smem.sdO);
+      // 6. dK += dSᵀ Q  [kBlockN, kHeadDim]
+      add_transposed_product<kNumThreads>(acc_dk, smem.sdS, smem.sQ);
 
-      // 7. dQ += softmax_scale · dS K  [kBlockM, kHeadDim]
-      for (int pair = threadIdx.x; pair < kBlockM * kHeadDim / 2; pair += kNumThreads) {
-        const int row = 2 * pair / kHeadDim, col = 2 * pair % kHeadDim;
+      // 7. dQ += softmax_scale · dS K  [kBlockM, kHeadDim], two neighbouring elements at a time
+      for (int i = 2 * threadIdx.x; i < kBlockM * kHeadDim; i += 2 * kNumThreads) {
+        const int row = i / kHeadDim, col = i % kHeadDim;
         float x = 0.0f, y = 0.0f;
 #pragma unroll 8
         for (int n = 0; n < kBlockN; ++n) {
@@ -163,7 +141,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) backward_kernel(const Backward
           y += smem.sdS[row][n] * smem.sK[n][col + 1];
         }
         if (m_start + row < params.seqlen_q) {
-          atomic_add_pair(dq + int64_t(m_start + row) * kHeadDim + col, params.softmax_scale * x,
+          atomic_add_pair(dq + int64_t(m_start) * kHeadDim + i, params.softmax_scale * x,
                           params.softmax_scale * y);
         }
       }

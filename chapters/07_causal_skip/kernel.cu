@@ -8,8 +8,8 @@
 // the work tends to half as N grows. Tiles that the mask cuts, on the diagonal, and tiles at the ragged
 // ends are masked element by element; all others are not.
 //
-// Grid: (batch · num_heads, splits; without deterministic, blocks of keys). Block: 128 threads; a tile's
-// elements are dealt out to the threads in row-major order.
+// Grid: (batch · num_heads, splits; without deterministic, blocks of keys).
+// Block: 128 threads; a tile's elements are dealt out to the threads in row-major order.
 // Shared memory: Q, O, dO, K, V tiles and the tiles of P and dS, fp32. Global scratch: dq_accum.
 #include "common/cuda/attention.h"
 #include "common/cuda/launch.h"
@@ -144,17 +144,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       recompute_tile(smem, params, m_start, n_start);
       __syncthreads();  // P and dS are complete
 
-      // 5. dV += Pᵀ dO   6. dK += dSᵀ Q  [kBlockN, kHeadDim]
-#pragma unroll
-      for (int j = 0; j < kElementsN; ++j) {
-        const int i = threadIdx.x + j * kNumThreads;
-        const int row = i / kHeadDim, col = i % kHeadDim;
-#pragma unroll 8
-        for (int m = 0; m < kBlockM; ++m) {
-          acc_dv[j] += smem.sP[m][row] * smem.sdO[m][col];
-          acc_dk[j] += smem.sdS[m][row] * smem.sQ[m][col];
-        }
-      }
+      // 5. dV += Pᵀ dO  [kBlockN, kHeadDim]
+      add_transposed_product<kNumThreads>(acc_dv, smem.sP, smem.sdO);
+      // 6. dK += dSᵀ Q  [kBlockN, kHeadDim]
+      add_transposed_product<kNumThreads>(acc_dk, smem.sdS, smem.sQ);
 
       // 7. dQ_accum += dS K  [kBlockM, kHeadDim]
       for (int i = threadIdx.x; i < kBlockM * kHeadDim; i += kNumThreads) {
@@ -163,7 +156,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 #pragma unroll 8
         for (int n = 0; n < kBlockN; ++n) sum += smem.sdS[row][n] * smem.sK[n][col];
         if (m_start + row < params.seqlen_q) {
-          atomicAdd(dq + int64_t(m_start + row) * kHeadDim + col, sum);
+          atomicAdd(dq + int64_t(m_start) * kHeadDim + i, sum);
         }
       }
       __syncthreads();  // sQ, sdO, sP, sdS and sK are still read by the products

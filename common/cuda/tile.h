@@ -9,21 +9,54 @@
 // that read the same column of 32 rows meet no bank conflict.
 using TileRow = float[kHeadDim + 1];
 
-// Loads rows [row_start, row_start + kRows) of a matrix with num_rows rows. Rows past the end become
-// zeros, so that they add nothing to any product.
-template <int kRows, int kNumThreads>
-__device__ void load_tile(TileRow* tile, const Element* matrix, int64_t row_stride, int row_start,
-                          int num_rows) {
-  for (int i = threadIdx.x; i < kRows * kHeadDim; i += kNumThreads) {
-    const int row = i / kHeadDim, col = i % kHeadDim;
-    const bool inside = row_start + row < num_rows;
+// Loads rows [row_start, row_start + kRows) of a matrix with num_rows rows. The tile has kPitch - 1 columns.
+// Rows and columns past the matrix' end become zeros, so that they add nothing to any product.
+template <int kRows, int kNumThreads, int kPitch>
+__device__ void load_tile(float (*tile)[kPitch], const Element* matrix, int64_t row_stride,
+                          int row_start, int num_rows, int num_cols = kPitch - 1) {
+  constexpr int kCols = kPitch - 1;
+  for (int i = threadIdx.x; i < kRows * kCols; i += kNumThreads) {
+    const int row = i / kCols, col = i % kCols;
+    const bool inside = row_start + row < num_rows && col < num_cols;
     tile[row][col] = inside ? to_float(matrix[(row_start + row) * row_stride + col]) : 0.0f;
   }
 }
 
+// A [kRows, kHeadDim] tile that a block computes is dealt out to its threads: thread t owns elements
+// t, t + kNumThreads, t + 2 kNumThreads ... in row-major order, in registers.
+
+// acc += A B, with A [kRows, kInner] and B [kInner, kHeadDim] in shared memory.
+template <int kNumThreads, int kElements, int kRows, int kInner, int kPitch>
+__device__ void add_product(float (&acc)[kElements], const float (&a)[kRows][kPitch],
+                            const TileRow (&b)[kInner]) {
+  static_assert(kElements * kNumThreads == kRows * kHeadDim, "acc is a [kRows, kHeadDim] tile");
+#pragma unroll
+  for (int j = 0; j < kElements; ++j) {
+    const int i = threadIdx.x + j * kNumThreads;
+    const int row = i / kHeadDim, col = i % kHeadDim;
+#pragma unroll 8  // unrolling in full takes nvcc three times as long
+    for (int n = 0; n < kInner; ++n) acc[j] += a[row][n] * b[n][col];
+  }
+}
+
+// acc += Aᵀ B, with A [kInner, kRows] and B [kInner, kHeadDim] in shared memory. A's rows are longer than
+// kRows by the padding that keeps banks apart.
+template <int kNumThreads, int kElements, int kInner, int kPitch>
+__device__ void add_transposed_product(float (&acc)[kElements], const float (&a)[kInner][kPitch],
+                                       const TileRow (&b)[kInner]) {
+  static_assert(kElements * kNumThreads == (kPitch - 1) * kHeadDim,
+                "acc is a [kRows, kHeadDim] tile");
+#pragma unroll
+  for (int j = 0; j < kElements; ++j) {
+    const int i = threadIdx.x + j * kNumThreads;
+    const int row = i / kHeadDim, col = i % kHeadDim;
+#pragma unroll 8
+    for (int m = 0; m < kInner; ++m) acc[j] += a[m][row] * b[m][col];
+  }
+}
+
 // Writes scale * acc as rows [row_start, row_start + kRows) of a dense matrix with num_rows rows. Rows past
-// the end are dropped. acc holds the elements of the [kRows, kHeadDim] tile that this thread owns: thread t
-// owns elements t, t + kNumThreads, t + 2 kNumThreads ... in row-major order.
+// the end are dropped.
 template <int kRows, int kNumThreads>
 __device__ void store_tile(Element* matrix, const float* acc, float scale, int row_start,
                            int num_rows) {
