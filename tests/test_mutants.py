@@ -164,7 +164,11 @@ MORE_MUTANTS = {
         plain, {"dq", "dk"},
     ),
     "p_not_transposed": Mutant(
-        "02_tiled", "add_transposed_product<kNumThreads>(acc_dv", "add_product<kNumThreads>(acc_dv", plain, {"dv"}
+        "02_tiled",
+        "add_transposed_product<kNumThreads>(acc_dv",
+        "add_product<kNumThreads>(acc_dv",
+        plain,
+        {"dv"},
     ),
     "naive_without_scale": Mutant(
         "01_naive", "run(product_kernel<true>, k_grid, sizes, ds, q, scale, params.dk)",
