@@ -33,7 +33,7 @@ def _lengths_axis(axes: Axes, lengths: list[int]) -> None:
 def draw_ladder(ladder: Ladder, path: Path) -> None:
     """Speed, scratch memory and error of every chapter over the sequence length, written to ``path``."""
     settings, lengths = ladder.settings, sorted(ladder.settings.seqlens)
-    figure = Figure(figsize=(14, 4.6), layout="constrained")
+    figure = Figure(figsize=(14, 5.2), layout="constrained")
     speed, memory, error = figure.subplots(1, 3)
     on_gpu = settings.device == "cuda"
     for i, (name, rungs) in enumerate(_by_name(ladder.rungs).items()):
@@ -63,7 +63,8 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     for axes in (speed, memory, error):
         _lengths_axis(axes, lengths)
     if speed.lines:
-        speed.legend(fontsize=8)
+        # Outside of the axes, where it hides no curve.
+        figure.legend(*speed.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=9)
     mask = "causal" if settings.causal else "full"
     figure.suptitle(
         f"{ladder.machine['device']}: {settings.dtype}, batch {settings.batch}, {settings.heads} heads, "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common import jit
 from common.ladder import Ladder, Rung, Settings
+from common.reference import Comparison
 
 FOLDER = jit.REPO_ROOT / "notebooks" / "measurements"
 
@@ -20,13 +21,10 @@ def file_name(settings: Settings, machine: dict[str, str]) -> str:
     return f"ladder_{device}_{settings.dtype}_d{settings.head_dim}_{mask}.json"
 
 
-@dataclass(frozen=True)
-class StoredLadder:
+@dataclass
+class StoredLadder(Ladder):
     """A ladder as it was measured. Rungs whose sources have changed since are not in it."""
 
-    settings: Settings
-    machine: dict[str, str]
-    rungs: list[Rung]
     stale: list[str]  # names of the chapters that were edited since
 
     def rung(self, name: str, seqlen: int) -> Rung | None:
@@ -40,13 +38,14 @@ def load_ladder(path: Path) -> StoredLadder:
     settings = Settings(**(data["settings"] | {"seqlens": tuple(data["settings"]["seqlens"])}))
     rungs, stale = [], []
     for entry in data["rungs"]:
-        rung = Rung(**(entry | {"comparisons": []}))
+        comparisons = [Comparison(**comparison) for comparison in entry["comparisons"]]
+        rung = Rung(**(entry | {"comparisons": comparisons}))
         kernel = jit.REPO_ROOT / "chapters" / rung.name / "kernel.cu"
         if rung.source is None or (kernel.is_file() and jit.kernel_digest(kernel) == rung.source):
             rungs.append(rung)
         else:
             stale.append(rung.name)
-    return StoredLadder(settings, data["machine"], rungs, sorted(set(stale)))
+    return StoredLadder(settings, data["machine"], rungs, stale=sorted(set(stale)))
 
 
 def store_ladder(ladder: Ladder, folder: Path = FOLDER) -> Path:
