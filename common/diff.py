@@ -53,7 +53,7 @@ def step_size(before: str | int, after: str | int) -> StepSize:
 def main(arguments: list[str]) -> int:
     """Prints the diff. Returns the exit status."""
     if len(arguments) != 2:
-        print("usage: python -m common.diff A B, for example 01 02", file=sys.stderr)
+        print("usage: make diff A=05 B=06", file=sys.stderr)
         return 2
     try:
         lines = chapter_diff(*arguments)
@@ -64,7 +64,10 @@ def main(arguments: list[str]) -> int:
     for line in lines:
         colour = _COLOURS.get(line[:1], "") if sys.stdout.isatty() else ""
         print(f"{colour}{line}\033[0m" if colour else line)
-    print(f"{size.changed} lines changed: {size.added} added, {size.removed} removed")
+    print(
+        f"{size.changed} lines changed ({size.added} added, {size.removed} removed; "
+        "a line that replaces another counts once)"
+    )
     return 0
 
 

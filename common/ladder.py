@@ -40,6 +40,7 @@ class Settings:
     causal: bool
     text: str | None  # where the input is from; None for random numbers
     time_limit: float
+    deterministic: bool = False  # asked of the chapters that have it as a flag
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -149,6 +150,7 @@ def _needed_bytes(chapter: Chapter, settings: Settings, seqlen: int, device: tor
         head_dim=settings.head_dim,
         dtype=settings.torch_dtype,
         is_causal=settings.causal,
+        deterministic=settings.deterministic and chapter.has_backward,
         device=device,
     ).bytes
     tensor = settings.batch * settings.heads * seqlen * settings.head_dim * settings.torch_dtype.itemsize
@@ -180,7 +182,9 @@ def _run_chapter(
         return chapter.forward(q, k, v, is_causal=settings.causal)
 
     def backward() -> tuple[torch.Tensor, ...]:
-        return chapter.backward(q, k, v, out, dout, lse, is_causal=settings.causal)
+        return chapter.backward(
+            q, k, v, out, dout, lse, is_causal=settings.causal, deterministic=settings.deterministic
+        )
 
     sizes = (settings.batch, settings.heads, seqlen, seqlen, settings.head_dim, settings.causal)
     if chapter.has_backward:
@@ -250,7 +254,9 @@ def climb(
     device = torch.device(settings.device)
     chapters: list[Chapter] = []
     for info in infos:
-        if settings.torch_dtype in info.dtypes and settings.head_dim in info.head_dims:
+        if settings.deterministic and info.deterministic == "never":
+            print(f"{info.name} cannot be deterministic; left out")
+        elif settings.torch_dtype in info.dtypes and settings.head_dim in info.head_dims:
             chapters.append(load_chapter(info.name))
         else:
             print(
@@ -355,6 +361,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, help="default: 2; on a GPU 16")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="the same bits on every run, where a flag"
+    )
     parser.add_argument("--chapters", nargs="+", metavar="NN", help="numbers or names; default: all")
     parser.add_argument(
         "--text",
@@ -420,15 +429,21 @@ def main(arguments: list[str] | None = None) -> int:
         causal=options.causal,
         text=source,
         time_limit=options.time_limit,
+        deterministic=options.deterministic,
     )
     infos = _choose_chapters(options.chapters)
     facts = machine(device)
     print(f"FlashAttention-2 backward, chapter by chapter, on {facts['device']} (PyTorch {facts['torch']})")
     for info in infos:
-        print(f"  {info.name:<14} {info.idea}")
+        print(f"  {info.name:<19} {info.idea}")
     print(
         f"{settings.dtype}, batch {settings.batch}, {settings.heads} heads, head_dim {settings.head_dim}, "
-        f"{'causal' if settings.causal else 'full'}; input: {source or 'random normal numbers'}"
+        f"{'causal' if settings.causal else 'full'}{', deterministic' if settings.deterministic else ''}; "
+        f"input: {source or 'random normal numbers'}"
+    )
+    print(
+        "speed-up: over the chapter that a chapter builds on"
+        + ("" if on_gpu else "; times of the CPU device say nothing about a GPU")
     )
     last_seqlen = 0
 

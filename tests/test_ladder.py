@@ -151,3 +151,24 @@ def test_stored_measurements_of_edited_kernels_are_left_out(tmp_path: Path) -> N
     loaded = measurements.load_ladder(path)
     assert [rung.name for rung in loaded.rungs] == [info.name, "SDPA FLASH"]
     assert loaded.stale == ["02_tiled"]
+
+
+def test_deterministic(climb, tmp_path: Path) -> None:  # noqa: ANN001
+    arguments = [
+        "--seqlens",
+        "70",
+        "--heads",
+        "1",
+        "--chapters",
+        "05",
+        "06",
+        "--json",
+        str(tmp_path / "l.json"),
+    ]
+    status, out = climb(*arguments, "--deterministic")
+    assert status == 0
+    assert "05_fp32_accum cannot be deterministic; left out" in out
+    rungs = json.loads((tmp_path / "l.json").read_text())["rungs"]
+    assert [(rung["name"], rung["workspace_bytes"]) for rung in rungs] == [
+        ("06_deterministic", 3 * 4 * 70 * 64)
+    ]

@@ -102,8 +102,7 @@ struct Worker {
   int barrier_result = 0;
   jmp_buf home;
   volatile bool in_fiber = false;
-  volatile uint64_t block_serial = 0;
-  uint64_t timer_serial = 0;
+  double block_start = 0;  // seconds(), for the time limit of a block
 
   Fiber& current() { return fibers[order[position]]; }
 };
@@ -118,6 +117,13 @@ double initial_block_timeout() {
   const char* text = std::getenv("FA2_CPU_BLOCK_TIMEOUT");
   return text == nullptr ? 120.0 : std::atof(text);
 }
+
+double seconds() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
 std::atomic<double> block_timeout_seconds{initial_block_timeout()};
 
 // ---------------------------------------------------------------- messages
@@ -476,10 +482,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
 
 void on_timer(int, siginfo_t*, void*) {
   if (worker == nullptr || !worker->in_fiber) return;
-  if (worker->timer_serial != worker->block_serial) {
-    worker->timer_serial = worker->block_serial;  // a new block since the last tick
-    return;
-  }
+  if (seconds() - worker->block_start < block_timeout_seconds) return;
   char text[160];
   std::snprintf(text, sizeof(text),
                 "the block has not ended after %g s (endless loop?); the limit is "
@@ -533,8 +536,9 @@ class SignalStack {
 class BlockTimer {
  public:
   BlockTimer() {
-    const double seconds = block_timeout_seconds;
-    if (seconds <= 0) return;
+    const double limit = block_timeout_seconds;
+    if (limit <= 0) return;
+    const double period = limit / 8;  // so late a block that hangs is found
     sigevent event{};
     event.sigev_notify = SIGEV_THREAD_ID;
     event.sigev_signo = timer_signal();
@@ -542,8 +546,8 @@ class BlockTimer {
     if (timer_create(CLOCK_MONOTONIC, &event, &timer_) != 0) return;
     active_ = true;
     itimerspec spec{};
-    spec.it_value.tv_sec = time_t(seconds);
-    spec.it_value.tv_nsec = long((seconds - double(spec.it_value.tv_sec)) * 1e9);
+    spec.it_value.tv_sec = time_t(period);
+    spec.it_value.tv_nsec = long((period - double(spec.it_value.tv_sec)) * 1e9);
     spec.it_interval = spec.it_value;
     timer_settime(timer_, 0, &spec, nullptr);
   }
@@ -582,7 +586,7 @@ void run_block(Worker& w, uint64_t block) {
     fiber.state = State::ready;
   }
   w.num_done = w.num_at_barrier = 0;
-  w.block_serial = w.block_serial + 1;
+  w.block_start = seconds();
   if (_setjmp(w.home) == 0) {
     w.in_fiber = true;
     enter(w, 0);
