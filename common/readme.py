@@ -59,9 +59,8 @@ def table() -> str:
         lines += [
             "",
             f"Backward TFLOP/s at sequence length {_SEQLEN}, batch 1, {_WIDTH} = heads × d, deterministic "
-            "off; "
-            "half of the FLOPs count when causal. In brackets: relative to PyTorch's FLASH backward, measured "
-            f" in the same process ({where}). 00 has no backward pass; another blank means not "
+            "off; half of the FLOPs count when causal. In brackets: relative to PyTorch's FLASH backward, "
+            f"measured in the same process ({where}). 00 has no backward pass; another blank means not "
             "measured since the last edit.",
         ]
     return "\n".join(lines)
