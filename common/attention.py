@@ -119,10 +119,7 @@ def _(q, k, v, out, dout, lse, softmax_scale, is_causal, deterministic, chapter)
 
 
 def _deterministic(chapter: Chapter, asked: bool) -> bool:
-    if asked and chapter.info.deterministic == "never":
-        raise ValueError(
-            f"deterministic is True, but {chapter.name} adds in an order that varies from run to run"
-        )
+    chapter.check_deterministic(asked)
     if not torch.are_deterministic_algorithms_enabled():
         return asked
     if chapter.info.deterministic == "never":

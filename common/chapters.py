@@ -151,6 +151,8 @@ class Chapter:
         self.schedule = schedule
         self.cpu_fallback = cpu_fallback
         self.digest = jit.source_digest(info.kernel)
+        # Of the file as it is now, like the digest: a later edit is another chapter.
+        self.has_backward = _defines(info.kernel, "launch_backward")
         self.last_launches: list[KernelLaunch] = []  # of the last pass on the CPU device
         self._libraries: dict[tuple[torch.dtype, int, torch.device], jit.KernelLibrary] = {}
         self._forward_chapter: Chapter | None = None
@@ -191,6 +193,13 @@ class Chapter:
             raise ValueError(
                 f"head_dim {head_dim} is not supported by {self.name}; accepted: "
                 f"{', '.join(str(d) for d in dims)}"
+            )
+
+    def check_deterministic(self, asked: bool) -> None:
+        """Raises ValueError if the same bits on every run are asked for and the chapter cannot give them."""
+        if asked and self.info.deterministic == "never":
+            raise ValueError(
+                f"deterministic is True, but {self.name} adds in an order that varies from run to run"
             )
 
     def gpu_problem(self, device: torch.device) -> str | None:
@@ -236,11 +245,6 @@ class Chapter:
                 self if same else Chapter(info, schedule=self.schedule, cpu_fallback=self.cpu_fallback)
             )
         return self._forward_chapter
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether the kernel file defines ``launch_backward``."""
-        return _defines(self.info.kernel, "launch_backward")
 
     def workspace(
         self,
@@ -367,10 +371,7 @@ class Chapter:
         validation.check_device("q", q)
         self._check_supported(q.dtype, q.shape[3])
         scale = validation.default_scale(softmax_scale, q.shape[3])
-        if deterministic and self.info.deterministic == "never":
-            raise ValueError(
-                f"deterministic is True, but {self.name} adds in an order that varies from run to run"
-            )
+        self.check_deterministic(deterministic)
         if self._must_move_to_cpu(q.device):
             moved = self.backward(
                 *(tensor.cpu() for tensor in (q, k, v, out, dout, lse)),
