@@ -7,6 +7,7 @@ chapters: a new folder is found by being there.
 from __future__ import annotations
 
 import re
+import time
 import tomllib
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import jit, validation
+from common import check, jit, validation
+from common.arena import Arena
 
 CHAPTERS = jit.REPO_ROOT / "chapters"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -419,6 +421,110 @@ class Chapter:
             library.runtime.cpu_device_clear_launch_log()
             operator(*inputs, *outputs, workspace, *options, 0)
             self.last_launches = _parse_launches(library.runtime.cpu_device_launch_log().decode())
+
+    # ------------------------------------------------------------------ checking
+
+    def check(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        dout: Tensor | None = None,
+        lse: Tensor | None = None,
+        *,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        deterministic: bool = False,
+        return_row_stats: bool = False,
+        optimize: str = "-O1",
+    ) -> check.Report:
+        """Runs the kernel on the checked CPU device: what it asks memory for, and its mistakes.
+
+        Without out, dout and lse the forward pass is checked, with them the backward pass. Arguments are
+        those of ``forward`` and ``backward``, on the CPU; ``optimize`` is the compiler's level and changes no
+        count. A mistake is a finding of the report, not an exception.
+
+        Raises:
+            TypeError, ValueError: an argument is not accepted, or the problem is too large (2 GiB).
+            BuildError: the kernel does not compile.
+        """
+        validation.check_qkv(q, k, v, self.info.dtypes)
+        backward = out is not None or dout is not None or lse is not None
+        if backward:
+            if out is None or dout is None or lse is None:
+                raise ValueError(
+                    "out, dout and lse belong together: give all three, or none for the forward pass"
+                )
+            validation.check_saved(q, out, dout, lse)
+            if not self.has_backward:
+                raise NotImplementedError(f"{self.name} has only a forward pass; load a later chapter")
+            self.check_deterministic(deterministic)
+        elif self.forward_chapter is not self:
+            return self.forward_chapter.check(
+                q, k, v, softmax_scale=softmax_scale, is_causal=is_causal, return_row_stats=return_row_stats,
+                optimize=optimize,
+            )  # fmt: skip
+        if q.device.type != "cpu":
+            raise ValueError(f"q is on {q.device}; the checker runs on the CPU device and takes CPU tensors")
+        self._check_supported(q.dtype, q.shape[3])
+        scale = validation.default_scale(softmax_scale, q.shape[3])
+        if q.numel() == 0 or k.numel() == 0:
+            raise ValueError("q and k are empty: there is no launch to check")
+
+        library = jit.build(
+            self.info.kernel, q.dtype, q.shape[3], q.device, self.digest, checked=True, optimize=optimize
+        )
+        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        layout = _workspace(library, backward, sizes, bool(is_causal), bool(deterministic))
+        if backward:
+            names = ("q", "k", "v", "out", "dout", "lse")
+            inputs = [*(_dense_rows(t) for t in (q, k, v, out, dout)), lse.contiguous()]
+            outputs = {name: torch.empty_like(t, memory_format=torch.contiguous_format, device="meta")
+                       for name, t in (("dq", q), ("dk", k), ("dv", v))}  # fmt: skip
+            options = (scale, bool(is_causal), bool(deterministic))
+        else:
+            names = ("q", "k", "v")
+            inputs = [_dense_rows(t) for t in (q, k, v)]
+            outputs = {"out": torch.empty(q.shape, dtype=q.dtype, device="meta")}
+            for name in ("lse", "row_max", "row_sum")[: 3 if return_row_stats else 1]:
+                outputs[name] = torch.empty(q.shape[:3], device="meta")
+            options = (scale, bool(is_causal))
+        arena = Arena()
+        for name, tensor in zip(names, inputs, strict=True):
+            arena.add(name, tensor, "input")
+        for name, tensor in outputs.items():
+            arena.add(name, tensor, "output")
+        scratch = arena.add(
+            "workspace", torch.empty(max(layout.allocated_bytes, 1), dtype=torch.uint8), "scratch"
+        )
+        tensors = arena.allocate()
+        results: list[Tensor | None] = list(tensors[len(inputs) : scratch])
+        parts = [arena.part(scratch, p.name, p.dtype, p.shape, p.offset) for p in layout.parts]
+        if not backward and not return_row_stats:
+            results += [None, None]
+
+        start = time.perf_counter()
+        error = None
+        assert library.runtime is not None
+        schedule = "in_order" if self.schedule is None else self.schedule
+        library.runtime.cpu_device_set_schedule(_SCHEDULES.get(schedule, schedule))
+        with arena.watched(library.runtime, {scratch: parts}) as log:
+            operator: Callable = getattr(library.ops, "backward" if backward else "forward")
+            try:
+                operator(*tensors[: len(inputs)], *results, tensors[scratch], *options, 0)
+            except RuntimeError as exception:
+                error = str(exception)
+        what = (
+            f"{self.name} {'backward' if backward else 'forward'}, {jit.DTYPE_NAMES[q.dtype]}, "
+            f"B={sizes[0]} H={sizes[1]} Nq={sizes[3]} Nk={sizes[4]} d={q.shape[3]}"
+            f"{', causal' if is_causal else ''}{', deterministic' if deterministic else ''}"
+        )
+        report = check.read_report(
+            log, self.info.kernel, what, error=error, seconds=time.perf_counter() - start
+        )
+        report.outputs = tuple(t.clone() for t in results if t is not None)
+        return report
 
 
 def _parse_launches(log: str) -> list[KernelLaunch]:

@@ -49,6 +49,30 @@ _CPU_KERNEL_FLAGS = [
     "-fstack-clash-protection",
     "-Wno-unknown-pragmas",
 ]
+# The checked build announces every access to common/cpu_device/checked/checker.cpp instead of to a thread
+# sanitizer. Not vectorised, and no load is moved out of a loop, merged with another or split: what is counted
+# is what the source asks for. Full debug information tells the line and the variable of an access.
+_CHECKED_FLAGS = [
+    "-fsanitize=thread",
+    "-DCPU_DEVICE_CHECKED",
+    "-fno-tree-vectorize",
+    "-fno-tree-slp-vectorize",
+    "-fno-builtin-memcpy",
+    "-fno-builtin-memset",
+    "-Wno-unknown-pragmas",
+    "-gdwarf-4",  # binutils misreads the file names of version 5
+]
+# Code stays in the order of the source: lanes that went different ways meet again where the ways do.
+_CHECKED_GCC = [
+    "-fno-tree-pre",
+    "-fno-tree-loop-im",
+    "-fno-tree-sink",
+    "-fno-thread-jumps",
+    "-fno-reorder-blocks",
+    "-fno-reorder-blocks-and-partition",
+    "-fno-guess-branch-probability",
+]
+_CHECKED_CLANG = ["-mllvm", "-disable-block-placement", "-mllvm", "-tsan-instrument-read-before-write"]
 _LIBRARY_FLAGS = ["-U_FORTIFY_SOURCE", "-g1"]
 _CUDA_FLAGS = [
     "-O3",
@@ -124,10 +148,17 @@ def _host_compiler() -> str:
 
 
 @functools.cache
+def _compiler_version() -> str:
+    return subprocess.run([_host_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def _is_clang() -> bool:
+    return "clang" in _compiler_version()
+
+
 def _library_flags() -> list[str]:
     """Flags of every library. GCC must not share inline variables between an old and a new build."""
-    version = subprocess.run([_host_compiler(), "--version"], capture_output=True, text=True, check=False)
-    return _LIBRARY_FLAGS if "clang" in version.stdout else ["-fno-gnu-unique", *_LIBRARY_FLAGS]
+    return _LIBRARY_FLAGS if _is_clang() else ["-fno-gnu-unique", *_LIBRARY_FLAGS]
 
 
 @functools.cache
@@ -173,7 +204,7 @@ def kernel_digest(kernel: Path) -> str:
 
 def source_digest(kernel: Path) -> str:
     """Hash of all that a build of ``kernel`` depends on. Changes when any of it is edited."""
-    headers = [p for folder in (CUDA_HEADERS, CPU_DEVICE) for p in sorted(folder.iterdir()) if p.is_file()]
+    headers = [p for folder in (CUDA_HEADERS, CPU_DEVICE) for p in sorted(folder.rglob("*")) if p.is_file()]
     return _digest([kernel, BINDING, *headers])
 
 
@@ -351,25 +382,52 @@ def _load_error(what: str, library: Path, error: OSError) -> BuildError:
     )
 
 
-@functools.cache
-def _cpu_device_sources() -> tuple[Path, ...]:
-    return tuple(sorted(CPU_DEVICE.glob("*.cpp")))
+def load_cpu_device(*, checked: bool = False) -> tuple[Path, ctypes.CDLL]:
+    """The runtime of the CPU device, built once and shared by all kernels of this version of it.
 
-
-def load_cpu_device() -> tuple[Path, ctypes.CDLL]:
-    """The runtime of the CPU device, built once and shared by all kernels of this version of it."""
-    sources = list(_cpu_device_sources())
+    ``checked``: the one that checked builds run on, which sees every access.
+    """
+    sources = sorted(CPU_DEVICE.glob("*.cpp"))
     flags = ["-O2", "-pthread", *_library_flags()]
+    if checked:
+        sources += sorted((CPU_DEVICE / "checked").glob("*.cpp"))
+        flags.append("-DCPU_DEVICE_CHECKED")
     digest = _digest([*sources, *sorted(CPU_DEVICE.glob("*.h"))], *flags, _host_compiler())
-    library, _, _ = _load(
-        f"fa2_cpu_device_{digest}", "the CPU device", sources, cflags=flags, ldflags=["-pthread"]
-    )
+    name = "checked_device" if checked else "cpu_device"
+    what = "the checked CPU device" if checked else "the CPU device"
+    library, _, _ = _load(f"fa2_{name}_{digest}", what, sources, cflags=flags, ldflags=["-pthread"])
     runtime = ctypes.CDLL(str(library))
     runtime.cpu_device_set_schedule.argtypes = [ctypes.c_int64]
     runtime.cpu_device_set_schedule.restype = None
     runtime.cpu_device_launch_log.restype = ctypes.c_char_p
     runtime.cpu_device_clear_launch_log.restype = None
+    if checked:
+        runtime.cpu_device_check_begin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        runtime.cpu_device_check_begin.restype = None
+        runtime.cpu_device_check_region.argtypes = [
+            ctypes.c_char_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_int,
+        ]
+        runtime.cpu_device_check_region.restype = None
+        runtime.cpu_device_check_end.restype = ctypes.c_char_p
     return library, runtime
+
+
+def runtime_link_flags(device_library: Path, *, checked: bool = False) -> list[str]:
+    """Linker flags of a library that runs on ``load_cpu_device``'s."""
+    folder = shlex.quote(str(device_library.parent))
+    # A kernel's own memcpy and memset are accesses too, which the compiler does not announce.
+    wraps = ["-Wl,--wrap=memcpy", "-Wl,--wrap=memset"] if checked else []
+    return [f"-L{folder}", f"-l:{device_library.name}", f"-Wl,-rpath,{folder}", *wraps]
+
+
+def checked_flags(optimize: str = "-O1") -> list[str]:
+    """Compiler flags of a checked build. What it counts does not depend on ``optimize``."""
+    return [optimize, *_CHECKED_FLAGS, *(_CHECKED_CLANG if _is_clang() else _CHECKED_GCC)]
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
@@ -389,11 +447,19 @@ def define_flags(dtype: torch.dtype, head_dim: int) -> list[str]:
 
 
 def build(
-    kernel: Path, dtype: torch.dtype, head_dim: int, device: torch.device, digest: str
+    kernel: Path,
+    dtype: torch.dtype,
+    head_dim: int,
+    device: torch.device,
+    digest: str,
+    *,
+    checked: bool = False,
+    optimize: str = "-O1",
 ) -> KernelLibrary:
     """Builds and loads ``kernel`` for one dtype, head_dim and device.
 
-    ``digest`` is ``source_digest(kernel)``. Raises ``BuildError``.
+    ``digest`` is ``source_digest(kernel)``. ``checked``: for the CPU device, and every access is seen;
+    ``optimize`` is then the compiler's level. Raises ``BuildError``.
     """
     defines = define_flags(dtype, head_dim)
     label = kernel.parent.name if kernel.name == "kernel.cu" else kernel.stem
@@ -420,22 +486,20 @@ def build(
             include=[REPO_ROOT],
         )
     else:
-        device_library, runtime = load_cpu_device()
+        device_library, runtime = load_cpu_device(checked=checked)
         flags = [*_CPU_KERNEL_FLAGS, *binding_flags]
+        if checked:
+            flags = [*checked_flags(optimize), *binding_flags, "-g", f"-DFA2_WORKSPACE_GAP={1 << 16}"]
         facts = [digest, device_library.stem, _host_compiler(), _host_id(), *flags]
         key = hashlib.sha256(" ".join(facts).encode()).hexdigest()[:12]
         library, seconds, cached = _load(
-            f"{stem}_cpu_{key}",
-            f"{what} for the CPU device",
+            f"{stem}_{'checked' if checked else 'cpu'}_{key}",
+            f"{what} for the {'checked ' if checked else ''}CPU device",
             [BINDING],
             wrap=kernel,
             unchanged=lambda: source_digest(kernel) == digest,
             cflags=flags,
-            ldflags=[
-                f"-L{shlex.quote(str(device_library.parent))}",
-                f"-l:{device_library.name}",
-                f"-Wl,-rpath,{shlex.quote(str(device_library.parent))}",
-            ],
+            ldflags=runtime_link_flags(device_library, checked=checked),
             include=[CPU_DEVICE, REPO_ROOT],
         )
     ops = getattr(torch.ops, library.stem)

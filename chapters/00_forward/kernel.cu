@@ -35,20 +35,21 @@ static_assert(sizeof(SharedMemory) <= 64 * 1024, "a T4 has 64 KB of shared memor
 
 // Reductions over the kThreadsPerRow neighbouring lanes that share a row.
 __device__ float row_reduce_max(float x) {
-  for (int lane = kThreadsPerRow / 2; lane > 0; lane /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, lane));
+  for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
   }
   return x;
 }
 
 __device__ float row_reduce_sum(float x) {
-  for (int lane = kThreadsPerRow / 2; lane > 0; lane /= 2) {
-    x += __shfl_xor_sync(0xffffffff, x, lane);
+  for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) {
+    x += __shfl_xor_sync(0xffffffff, x, offset);
   }
   return x;
 }
 
-// exp(m) is taken relative to this. A row that has seen no key has m = -inf, and -inf - (-inf) is NaN.
+// What is subtracted from S before exp: m itself, but 0 for a row that has seen no key, whose m = -inf would
+// make -inf - (-inf) = NaN.
 __device__ float finite_max(float row_max) {
   return row_max == -INFINITY ? 0.0f : row_max;
 }
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) forward_kernel(const ForwardPa
   const int num_m_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   for (int m_block = blockIdx.y; m_block < num_m_blocks; m_block += gridDim.y) {
     const int m_start = m_block * kBlockM;
-    __syncthreads();  // sQ and the row statistics are still read for the previous m_block
+    __syncthreads();  // row_max and row_sum are still read for the previous m_block
     load_tile<kBlockM, kNumThreads>(smem.sQ, q, params.q_strides.row, m_start, params.seqlen_q);
     if (threadIdx.x < kBlockM) {
       smem.row_max[threadIdx.x] = -INFINITY;
@@ -73,10 +74,10 @@ __global__ void __launch_bounds__(kNumThreads, 1) forward_kernel(const ForwardPa
     float acc_o[kElementsM] = {};
 
     for (int n_start = 0; n_start < params.seqlen_k; n_start += kBlockN) {
-      __syncthreads();  // sV and sP are still read by the previous tile's P V
+      __syncthreads();  // sP, sV and rescale are still read by the previous tile's step 3
       load_tile<kBlockN, kNumThreads>(smem.sK, k, params.k_strides.row, n_start, params.seqlen_k);
       load_tile<kBlockN, kNumThreads>(smem.sV, v, params.v_strides.row, n_start, params.seqlen_k);
-      __syncthreads();  // sQ, sK, sV are complete
+      __syncthreads();  // sQ, sK, sV and the initial row_max and row_sum are complete
 
       // 1. S = softmax_scale · Q Kᵀ  [kBlockM, kBlockN], -inf where the mask hides the key
       for (int i = threadIdx.x; i < kBlockM * kBlockN; i += kNumThreads) {

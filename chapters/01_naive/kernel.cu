@@ -57,9 +57,9 @@ __global__ void probabilities_kernel(AttentionSizes sizes, const float* s, const
     const int row = static_cast<int>(i / sizes.seqlen_k),
               col = static_cast<int>(i % sizes.seqlen_k);
     const bool visible = col < sizes.num_visible_keys(row);
-    const float row_lse = lse[int64_t(blockIdx.x) * sizes.seqlen_q + row];
+    const float* row_lse = lse + int64_t(blockIdx.x) * sizes.seqlen_q + row;
     p[blockIdx.x * num_elements + i] =
-        visible ? expf(s[blockIdx.x * num_elements + i] - row_lse) : 0.0f;
+        visible ? expf(s[blockIdx.x * num_elements + i] - *row_lse) : 0.0f;
   }
 }
 
@@ -76,7 +76,7 @@ __global__ void ds_kernel(AttentionSizes sizes, const float* p, const float* dp,
     __syncthreads();  // partial[0] is still read for the previous row
     partial[threadIdx.x] = sum;
     for (unsigned width = kNumThreads / 2; width > 0; width /= 2) {
-      __syncthreads();  // the sums of the previous halving are complete
+      __syncthreads();  // the partial sums so far are complete
       if (threadIdx.x < width) partial[threadIdx.x] += partial[threadIdx.x + width];
     }
     __syncthreads();  // partial[0] is complete

@@ -20,6 +20,7 @@ namespace {
 
 // Launch bounds are (128, 1): left to itself, ptxas spills registers to fit more blocks on an SM.
 constexpr int kNumThreads = 128;
+// Above head_dim 80, tiles of 32 queries would not fit into 64 KB of shared memory.
 constexpr int kBlockM = kHeadDim <= 80 ? 32 : 16;  // queries
 constexpr int kBlockN = 32;                        // keys
 constexpr int kThreadsPerRow = kNumThreads / kBlockM;
@@ -76,8 +77,8 @@ __device__ void compute_delta(SharedMemory& smem) {
   const int row = threadIdx.x / kThreadsPerRow, lane = threadIdx.x % kThreadsPerRow;
   float sum = 0.0f;
   for (int x = lane; x < kHeadDim; x += kThreadsPerRow) sum += smem.sO[row][x] * smem.sdO[row][x];
-  for (int other = kThreadsPerRow / 2; other > 0; other /= 2) {
-    sum += __shfl_xor_sync(0xffffffff, sum, other);
+  for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) {
+    sum += __shfl_xor_sync(0xffffffff, sum, offset);
   }
   if (lane == 0) smem.delta[row] = sum;
 }
@@ -100,7 +101,8 @@ __device__ void recompute_tile(SharedMemory& smem, const BackwardParams& params,
     float dp = 0.0f;
 #pragma unroll 8
     for (int x = 0; x < kHeadDim; ++x) dp += smem.sdO[row][x] * smem.sV[col][x];
-    // 4. dS = P ∘ (dP - delta)
+    // 4. dS = P ∘ (dP - delta), 0 where P is masked. P = 0 alone is not enough: a hidden dP may be
+    // infinite or NaN, and 0 · inf = NaN.
     smem.sP[row][col] = p;
     smem.sdS[row][col] = visible ? p * (dp - smem.delta[row]) : 0.0f;
   }
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) dkdv_kernel(const BackwardPara
 
     for (int m_start = 0; m_start < params.seqlen_q; m_start += kBlockM) {
       load_queries(smem, params, head, m_start);
-      __syncthreads();  // the tiles of Q, O, dO, K and V are complete
+      __syncthreads();  // sQ, sO, sdO, sK, sV and lse are complete
       compute_delta(smem);
       __syncthreads();  // delta is complete
       recompute_tile(smem, params, m_start, n_start);
@@ -151,13 +153,13 @@ __global__ void __launch_bounds__(kNumThreads, 1) dq_kernel(const BackwardParams
   for (int m_block = blockIdx.y; m_block < num_m_blocks; m_block += gridDim.y) {
     const int m_start = m_block * kBlockM;
     load_queries(smem, params, head, m_start);
-    __syncthreads();  // the tiles of O and dO are complete
+    __syncthreads();  // sQ, sO, sdO and lse are complete
     compute_delta(smem);
     float acc_dq[kElementsM] = {};
 
     for (int n_start = 0; n_start < params.seqlen_k; n_start += kBlockN) {
       load_keys(smem, params, head, n_start);
-      __syncthreads();  // delta and the tiles of K and V are complete
+      __syncthreads();  // delta, sK and sV are complete
       recompute_tile(smem, params, m_start, n_start);
       __syncthreads();  // dS is complete
 

@@ -4,7 +4,8 @@
 //   dV += Pᵀ dO                 dK += softmax_scale · dSᵀ Q       dQ += softmax_scale · dS K
 //
 // The change: the outer-K kernel has every tile of dS in its hands and writes it out, so the outer-Q kernel
-// only multiplies dS by K (the book's plan B, §16.3.2). Back to 5 products; but dS is N² again.
+// only multiplies dS by K (the book's plan B, §16.3.2). Back to 5 products; but dS is N² again,
+// and is rounded to the output's dtype on its way through global memory.
 //
 // Grid: (batch · num_heads, blocks of keys or of queries).
 // Block: 128 threads; a tile's elements are dealt out to the threads in row-major order.
@@ -17,6 +18,7 @@ namespace {
 
 // Launch bounds are (128, 1): left to itself, ptxas spills registers to fit more blocks on an SM.
 constexpr int kNumThreads = 128;
+// Above head_dim 80, tiles of 32 queries would not fit into 64 KB of shared memory.
 constexpr int kBlockM = kHeadDim <= 80 ? 32 : 16;  // queries
 constexpr int kBlockN = 32;                        // keys
 constexpr int kThreadsPerRow = kNumThreads / kBlockM;
@@ -73,8 +75,8 @@ __device__ void compute_delta(SharedMemory& smem) {
   const int row = threadIdx.x / kThreadsPerRow, lane = threadIdx.x % kThreadsPerRow;
   float sum = 0.0f;
   for (int x = lane; x < kHeadDim; x += kThreadsPerRow) sum += smem.sO[row][x] * smem.sdO[row][x];
-  for (int other = kThreadsPerRow / 2; other > 0; other /= 2) {
-    sum += __shfl_xor_sync(0xffffffff, sum, other);
+  for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) {
+    sum += __shfl_xor_sync(0xffffffff, sum, offset);
   }
   if (lane == 0) smem.delta[row] = sum;
 }
@@ -98,7 +100,8 @@ __device__ void recompute_tile(SharedMemory& smem, const BackwardParams& params,
     float dp = 0.0f;
 #pragma unroll 8
     for (int x = 0; x < kHeadDim; ++x) dp += smem.sdO[row][x] * smem.sV[col][x];
-    // 4. dS = P ∘ (dP - delta)
+    // 4. dS = P ∘ (dP - delta), 0 where P is masked. P = 0 alone is not enough: a hidden dP may be
+    // infinite or NaN, and 0 · inf = NaN.
     smem.sP[row][col] = p;
     const float ds = visible ? p * (dp - smem.delta[row]) : 0.0f;
     smem.sdS[row][col] = ds;
@@ -125,7 +128,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 
     for (int m_start = 0; m_start < params.seqlen_q; m_start += kBlockM) {
       load_queries(smem, params, head, m_start);
-      __syncthreads();  // the tiles of Q, O, dO, K and V are complete
+      __syncthreads();  // sQ, sO, sdO, sK, sV and lse are complete
       compute_delta(smem);
       __syncthreads();  // delta is complete
       recompute_tile(smem, params, m_start, n_start, ds);
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 // Outer Q: a block owns kBlockM queries and walks over all keys; dS comes from global memory.
 __global__ void __launch_bounds__(kNumThreads, 1)
     dq_kernel(const BackwardParams params, const Element* staged_ds) {
-  SharedMemory& smem = *dynamic_smem<SharedMemory>();
+  SharedMemory& smem = *dynamic_smem<SharedMemory>();  // reserved whole; only sK and sdS are used
   const Head head(params, blockIdx.x / params.num_heads, blockIdx.x % params.num_heads);
   const int64_t first_row = int64_t(blockIdx.x) * params.seqlen_q;  // of this head in dq
   const Element* ds = staged_ds + first_row * params.seqlen_k;      // [seqlen_q, seqlen_k]
@@ -163,7 +166,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
                                       params.seqlen_k);
       load_tile<kBlockM, kNumThreads>(smem.sdS, ds + n_start, params.seqlen_k, m_start,
                                       params.seqlen_q, params.seqlen_k - n_start);
-      __syncthreads();  // the tiles of K and dS are complete
+      __syncthreads();  // sK and sdS are complete
 
       // 7. dQ += dS K  [kBlockM, kHeadDim]
       add_product<kNumThreads>(acc_dq, smem.sdS, smem.sK);

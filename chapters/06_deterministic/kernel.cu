@@ -7,7 +7,9 @@
 // The change: blocks that could meet in an accumulator get one each. A split is what one block does: it
 // strides over the K blocks split, split + num_splits, …, and nobody else adds to its accumulator
 // (book §16.3). FA2 takes ⌈SMs / (batch · heads)⌉ splits, so its bits depend on the batch and the card;
-// here their number is a function of seqlen_k alone. The memory is num_splits times that of 05.
+// here their number is a function of seqlen_k alone. With deterministic at most kMaxSplits blocks work per
+// head; 8 is a compromise: memory grows with the number of accumulators, parallelism with that of blocks.
+// Without deterministic nothing changes against 05.
 //
 // Grid: (batch · num_heads, splits; without deterministic, blocks of keys).
 // Block: 128 threads; a tile's elements are dealt out to the threads in row-major order.
@@ -20,6 +22,7 @@ namespace {
 
 // Launch bounds are (128, 1): left to itself, ptxas spills registers to fit more blocks on an SM.
 constexpr int kNumThreads = 128;
+// Above head_dim 80, tiles of 32 queries would not fit into 64 KB of shared memory.
 constexpr int kBlockM = kHeadDim <= 80 ? 32 : 16;  // queries
 constexpr int kBlockN = 32;                        // keys
 constexpr int kThreadsPerRow = kNumThreads / kBlockM;
@@ -76,8 +79,8 @@ __device__ void compute_delta(SharedMemory& smem) {
   const int row = threadIdx.x / kThreadsPerRow, lane = threadIdx.x % kThreadsPerRow;
   float sum = 0.0f;
   for (int x = lane; x < kHeadDim; x += kThreadsPerRow) sum += smem.sO[row][x] * smem.sdO[row][x];
-  for (int other = kThreadsPerRow / 2; other > 0; other /= 2) {
-    sum += __shfl_xor_sync(0xffffffff, sum, other);
+  for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) {
+    sum += __shfl_xor_sync(0xffffffff, sum, offset);
   }
   if (lane == 0) smem.delta[row] = sum;
 }
@@ -100,7 +103,8 @@ __device__ void recompute_tile(SharedMemory& smem, const BackwardParams& params,
     float dp = 0.0f;
 #pragma unroll 8
     for (int x = 0; x < kHeadDim; ++x) dp += smem.sdO[row][x] * smem.sV[col][x];
-    // 4. dS = P ∘ (dP - delta)
+    // 4. dS = P ∘ (dP - delta), 0 where P is masked. P = 0 alone is not enough: a hidden dP may be
+    // infinite or NaN, and 0 · inf = NaN.
     smem.sP[row][col] = p;
     smem.sdS[row][col] = visible ? p * (dp - smem.delta[row]) : 0.0f;
   }
@@ -124,7 +128,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 
     for (int m_start = 0; m_start < params.seqlen_q; m_start += kBlockM) {
       load_queries(smem, params, head, m_start);
-      __syncthreads();  // the tiles of Q, O, dO, K and V are complete
+      __syncthreads();  // sQ, sO, sdO, sK, sV and lse are complete
       compute_delta(smem);
       __syncthreads();  // delta is complete
       recompute_tile(smem, params, m_start, n_start);

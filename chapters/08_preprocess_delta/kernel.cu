@@ -19,6 +19,7 @@ namespace {
 
 // Launch bounds are (128, 1): left to itself, ptxas spills registers to fit more blocks on an SM.
 constexpr int kNumThreads = 128;
+// 16 above head_dim 80, as in 07. Without O's tile, 32 queries would fit into 64 KB up to head_dim 104.
 constexpr int kBlockM = kHeadDim <= 80 ? 32 : 16;  // queries
 constexpr int kBlockN = 32;                        // keys
 constexpr int kThreadsPerRow = kNumThreads / kBlockM;
@@ -86,22 +87,23 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       sum += to_float(out[row * params.out_strides.row + x]) *
              to_float(dout[row * params.dout_strides.row + x]);
     }
-    for (int other = kThreadsPerRow / 2; other > 0; other /= 2) {
-      sum += __shfl_xor_sync(0xffffffff, sum, other);
+    for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, offset);
     }
     const int64_t first_row = int64_t(blockIdx.x) * params.seqlen_q;
     if (lane == 0 && row < params.seqlen_q) delta[first_row + row] = sum;
   }
 }
 
-// The first tile of queries, as a row, of which some query sees key n_start. Queries see the keys up to
+// First row of the first query tile in which some query sees key n_start. Queries see the keys up to
 // row + seqlen_k - seqlen_q.
 __device__ int first_visible_tile(const BackwardParams& params, int n_start) {
   const int first_row = params.is_causal ? n_start - (params.seqlen_k - params.seqlen_q) : 0;
   return max(first_row, 0) / kBlockM * kBlockM;
 }
 
-// Whether every query of the tile exists and sees every key of it.
+// Whether every query of the tile exists and sees every key of it. The tile's first query sees the fewest
+// keys, so it is enough to ask for that one.
 __device__ bool all_visible(const BackwardParams& params, int m_start, int n_start) {
   return m_start + kBlockM <= params.seqlen_q &&
          n_start + kBlockN <= params.num_visible_keys(m_start);
@@ -126,7 +128,8 @@ __device__ void recompute_tile(SharedMemory& smem, const BackwardParams& params,
     float dp = 0.0f;
 #pragma unroll 8
     for (int x = 0; x < kHeadDim; ++x) dp += smem.sdO[row][x] * smem.sV[col][x];
-    // 4. dS = P ∘ (dP - delta)
+    // 4. dS = P ∘ (dP - delta), 0 where P is masked. P = 0 alone is not enough: a hidden dP may be
+    // infinite or NaN, and 0 · inf = NaN.
     smem.sP[row][col] = p;
     smem.sdS[row][col] = visible ? p * (dp - smem.delta[row]) : 0.0f;
   }
@@ -151,7 +154,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     for (int m_start = first_visible_tile(params, n_start); m_start < params.seqlen_q;
          m_start += kBlockM) {
       load_queries(smem, params, head, m_start);
-      __syncthreads();  // the tiles of Q, dO, K and V, lse and delta are complete
+      __syncthreads();  // sQ, sdO, sK, sV, lse and delta are complete
       recompute_tile(smem, params, m_start, n_start);
       __syncthreads();  // P and dS are complete
 

@@ -47,8 +47,8 @@ inline __nv_bfloat16 atomicAdd(__nv_bfloat16* address, __nv_bfloat16 value) {
 }
 inline __nv_bfloat162 atomicAdd(__nv_bfloat162* address, __nv_bfloat162 value) {
   uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
+  __builtin_memcpy(&bits, &value, sizeof(bits));
   bits = cpu_device::atomic_add_bfloat162(reinterpret_cast<uint32_t*>(address), bits);
-  std::memcpy(&value, &bits, sizeof(bits));
+  __builtin_memcpy(&value, &bits, sizeof(bits));
   return value;
 }

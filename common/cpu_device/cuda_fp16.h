@@ -47,8 +47,8 @@ inline __half atomicAdd(__half* address, __half value) {
 }
 inline __half2 atomicAdd(__half2* address, __half2 value) {
   uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
+  __builtin_memcpy(&bits, &value, sizeof(bits));
   bits = cpu_device::atomic_add_half2(reinterpret_cast<uint32_t*>(address), bits);
-  std::memcpy(&value, &bits, sizeof(bits));
+  __builtin_memcpy(&value, &bits, sizeof(bits));
   return value;
 }

@@ -18,8 +18,17 @@
 #include "device_sync.h"
 #include "device_types.h"
 
+#ifdef CPU_DEVICE_CHECKED
+// Calls are inlined as far as they go, so that an access knows its line in the kernel and in each helper.
+#define __global__ __attribute__((flatten))
+#else
 #define __global__
+#endif
+#if defined(CPU_DEVICE_CHECKED) && defined(__clang__)
+#define __device__ __attribute__((always_inline))  // its flatten goes one level deep
+#else
 #define __device__
+#endif
 #define __host__
 #define __constant__
 #define __forceinline__ inline __attribute__((always_inline))
@@ -109,7 +118,8 @@ cudaError_t set_function_attribute(const void* kernel, cudaFuncAttribute attribu
 
 // Runs `invoke(closure)` once per CUDA thread of the grid; the first error found ends the launch.
 cudaError_t launch_grid(const void* kernel, const cudaLaunchConfig_t& config,
-                        void (*invoke)(const void* closure), const void* closure);
+                        void (*invoke)(const void* closure), const void* closure,
+                        size_t closure_bytes);
 
 }  // namespace cpu_device
 
@@ -131,5 +141,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     const Closure& self = *static_cast<const Closure*>(pointer);
     std::apply(self.kernel, self.arguments);
   };
-  return cpu_device::launch_grid(reinterpret_cast<const void*>(kernel), *config, invoke, &closure);
+  return cpu_device::launch_grid(reinterpret_cast<const void*>(kernel), *config, invoke, &closure,
+                                 sizeof(closure));
 }

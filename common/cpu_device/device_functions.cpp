@@ -5,8 +5,15 @@
 #include <cmath>
 #include <cstring>
 
+#include "checker.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
+
+// The first line of every atomic.
+#define ANNOUNCE(address)                                                                       \
+  if constexpr (cpu_device::kChecked) {                                                         \
+    cpu_device::checker::access_atomic(address, sizeof(*address), __builtin_return_address(0)); \
+  }
 
 namespace cpu_device {
 namespace {
@@ -60,15 +67,19 @@ uint32_t add16x2(uint32_t a, uint32_t b) {
 }  // namespace
 
 uint16_t atomic_add_half(uint16_t* address, uint16_t value) {
+  ANNOUNCE(address)
   return fetch_update(address, [value](uint16_t old) { return add16<Half>(old, value); });
 }
 uint16_t atomic_add_bfloat16(uint16_t* address, uint16_t value) {
+  ANNOUNCE(address)
   return fetch_update(address, [value](uint16_t old) { return add16<BFloat16>(old, value); });
 }
 uint32_t atomic_add_half2(uint32_t* address, uint32_t value) {
+  ANNOUNCE(address)
   return fetch_update(address, [value](uint32_t old) { return add16x2<Half>(old, value); });
 }
 uint32_t atomic_add_bfloat162(uint32_t* address, uint32_t value) {
+  ANNOUNCE(address)
   return fetch_update(address, [value](uint32_t old) { return add16x2<BFloat16>(old, value); });
 }
 
@@ -99,91 +110,118 @@ float float16_fma(float a, float b, float c) {
 using namespace cpu_device;
 
 int atomicAdd(int* p, int v) {
+  ANNOUNCE(p)
   return fetch_add(p, v);
 }
 unsigned atomicAdd(unsigned* p, unsigned v) {
+  ANNOUNCE(p)
   return fetch_add(p, v);
 }
 unsigned long long atomicAdd(unsigned long long* p, unsigned long long v) {
+  ANNOUNCE(p)
   return fetch_add(p, v);
 }
 float atomicAdd(float* p, float v) {
+  ANNOUNCE(p)
   return fetch_add_float<float, uint32_t>(p, v);
 }
 double atomicAdd(double* p, double v) {
+  ANNOUNCE(p)
   return fetch_add_float<double, uint64_t>(p, v);
 }
 
 int atomicSub(int* p, int v) {
+  ANNOUNCE(p)
   return __atomic_fetch_sub(p, v, __ATOMIC_RELAXED);
 }
 unsigned atomicSub(unsigned* p, unsigned v) {
+  ANNOUNCE(p)
   return __atomic_fetch_sub(p, v, __ATOMIC_RELAXED);
 }
 
 int atomicExch(int* p, int v) {
+  ANNOUNCE(p)
   return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);
 }
 unsigned atomicExch(unsigned* p, unsigned v) {
+  ANNOUNCE(p)
   return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);
 }
 unsigned long long atomicExch(unsigned long long* p, unsigned long long v) {
+  ANNOUNCE(p)
   return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);
 }
 float atomicExch(float* p, float v) {
+  ANNOUNCE(p)
   return bits_to_float(
       __atomic_exchange_n(reinterpret_cast<uint32_t*>(p), float_to_bits(v), __ATOMIC_RELAXED));
 }
 
 int atomicMin(int* p, int v) {
+  ANNOUNCE(p)
   return fetch_update(p, [v](int old) { return old < v ? old : v; });
 }
 unsigned atomicMin(unsigned* p, unsigned v) {
+  ANNOUNCE(p)
   return fetch_update(p, [v](unsigned old) { return old < v ? old : v; });
 }
 int atomicMax(int* p, int v) {
+  ANNOUNCE(p)
   return fetch_update(p, [v](int old) { return old > v ? old : v; });
 }
 unsigned atomicMax(unsigned* p, unsigned v) {
+  ANNOUNCE(p)
   return fetch_update(p, [v](unsigned old) { return old > v ? old : v; });
 }
 
 unsigned atomicInc(unsigned* p, unsigned limit) {
+  ANNOUNCE(p)
   return fetch_update(p, [limit](unsigned old) { return old >= limit ? 0u : old + 1u; });
 }
 unsigned atomicDec(unsigned* p, unsigned limit) {
+  ANNOUNCE(p)
   return fetch_update(
       p, [limit](unsigned old) { return old == 0u || old > limit ? limit : old - 1u; });
 }
 
 int atomicCAS(int* p, int e, int d) {
+  ANNOUNCE(p)
   return compare_and_swap(p, e, d);
 }
 unsigned atomicCAS(unsigned* p, unsigned e, unsigned d) {
+  ANNOUNCE(p)
   return compare_and_swap(p, e, d);
 }
 unsigned long long atomicCAS(unsigned long long* p, unsigned long long e, unsigned long long d) {
+  ANNOUNCE(p)
   return compare_and_swap(p, e, d);
 }
 unsigned short atomicCAS(unsigned short* p, unsigned short e, unsigned short d) {
+  ANNOUNCE(p)
   return compare_and_swap(p, e, d);
 }
 
 int atomicAnd(int* p, int v) {
+  ANNOUNCE(p)
   return __atomic_fetch_and(p, v, __ATOMIC_RELAXED);
 }
 unsigned atomicAnd(unsigned* p, unsigned v) {
+  ANNOUNCE(p)
   return __atomic_fetch_and(p, v, __ATOMIC_RELAXED);
 }
 int atomicOr(int* p, int v) {
+  ANNOUNCE(p)
   return __atomic_fetch_or(p, v, __ATOMIC_RELAXED);
 }
 unsigned atomicOr(unsigned* p, unsigned v) {
+  ANNOUNCE(p)
   return __atomic_fetch_or(p, v, __ATOMIC_RELAXED);
 }
 int atomicXor(int* p, int v) {
+  ANNOUNCE(p)
   return __atomic_fetch_xor(p, v, __ATOMIC_RELAXED);
 }
 unsigned atomicXor(unsigned* p, unsigned v) {
+  ANNOUNCE(p)
   return __atomic_fetch_xor(p, v, __ATOMIC_RELAXED);
 }

@@ -37,12 +37,12 @@ inline float __saturatef(float x) {
 
 inline int __float_as_int(float x) {
   int bits;
-  std::memcpy(&bits, &x, sizeof(bits));
+  __builtin_memcpy(&bits, &x, sizeof(bits));
   return bits;
 }
 inline float __int_as_float(int bits) {
   float x;
-  std::memcpy(&x, &bits, sizeof(x));
+  __builtin_memcpy(&x, &bits, sizeof(x));
   return x;
 }
 inline unsigned __float_as_uint(float x) {

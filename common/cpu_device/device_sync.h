@@ -28,9 +28,9 @@ template <typename T>
 T shuffle(WarpOp op, unsigned mask, T value, int source, Site site) {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 8, "a shuffle moves up to 8 bytes");
   uint64_t bits = 0;
-  std::memcpy(&bits, &value, sizeof(T));
+  __builtin_memcpy(&bits, &value, sizeof(T));
   bits = warp_exchange(op, mask, bits, source, site);
-  std::memcpy(&value, &bits, sizeof(T));
+  __builtin_memcpy(&value, &bits, sizeof(T));
   return value;
 }
 
@@ -97,7 +97,7 @@ inline int __any_sync(unsigned mask, int predicate, CPU_DEVICE_SITE) {
 template <typename T>
 unsigned __match_any_sync(unsigned mask, T value, CPU_DEVICE_SITE) {
   uint64_t bits = 0;
-  std::memcpy(&bits, &value, sizeof(T));
+  __builtin_memcpy(&bits, &value, sizeof(T));
   return unsigned(
       cpu_device::warp_exchange(cpu_device::WarpOp::match_any, mask, bits, 0, {file, line}));
 }

@@ -1,7 +1,34 @@
 // dim3, the built-in variables and the vector types.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+
+#ifdef CPU_DEVICE_CHECKED
+// Loads and stores a vector as one access, as CUDA does: a compiler would split it into its elements.
+namespace cpu_device {
+void copy_vector(void* target, const void* source, std::size_t bytes);
+}
+#define CPU_DEVICE_COPIED_WHOLE(type)                                 \
+  type() = default;                                                   \
+  __attribute__((always_inline)) type(const type& other) {            \
+    cpu_device::copy_vector(this, &other, sizeof(type));              \
+  }                                                                   \
+  __attribute__((always_inline)) type& operator=(const type& other) { \
+    cpu_device::copy_vector(this, &other, sizeof(type));              \
+    return *this;                                                     \
+  }
+#define CPU_DEVICE_VECTOR_2(scalar, type) \
+  CPU_DEVICE_COPIED_WHOLE(type)           \
+  type(scalar x, scalar y) : x(x), y(y) {}
+#define CPU_DEVICE_VECTOR_4(scalar, type) \
+  CPU_DEVICE_COPIED_WHOLE(type)           \
+  type(scalar x, scalar y, scalar z, scalar w) : x(x), y(y), z(z), w(w) {}
+#else
+#define CPU_DEVICE_COPIED_WHOLE(type)
+#define CPU_DEVICE_VECTOR_2(scalar, type)
+#define CPU_DEVICE_VECTOR_4(scalar, type)
+#endif
 
 #define CPU_DEVICE_VECTOR(scalar, name, align2, align4)                   \
   struct name##1 {                                                        \
@@ -9,12 +36,14 @@
   };                                                                      \
   struct alignas(align2) name##2 {                                        \
     scalar x, y;                                                          \
+    CPU_DEVICE_VECTOR_2(scalar, name##2)                                  \
   };                                                                      \
   struct name##3 {                                                        \
     scalar x, y, z;                                                       \
   };                                                                      \
   struct alignas(align4) name##4 {                                        \
     scalar x, y, z, w;                                                    \
+    CPU_DEVICE_VECTOR_4(scalar, name##4)                                  \
   };                                                                      \
   inline name##1 make_##name##1(scalar x) {                               \
     return {x};                                                           \
@@ -40,6 +69,8 @@ CPU_DEVICE_VECTOR(unsigned long long, ulonglong, 16, 16)
 CPU_DEVICE_VECTOR(float, float, 8, 16)
 CPU_DEVICE_VECTOR(double, double, 16, 16)
 #undef CPU_DEVICE_VECTOR
+#undef CPU_DEVICE_VECTOR_2
+#undef CPU_DEVICE_VECTOR_4
 
 struct dim3 {
   unsigned int x, y, z;

@@ -72,6 +72,7 @@ bool is_shared_array(const std::string& mangled, const std::string& section) {
 Library read_library(const Located& located) {
   Library library;
   library.path = located.path.empty() ? "/proc/self/exe" : located.path;
+  library.base = located.base;
   library.tls_module = located.tls_module;
   const std::vector<char> image = read_file(library.path);
   if (image.size() < sizeof(ElfW(Ehdr))) return library;

@@ -27,6 +27,8 @@
 #include <random>
 #include <thread>
 
+#include "checker.h"
+
 // Every kernel's dynamic shared memory; common/cuda/launch.h declares it.
 alignas(1024) thread_local unsigned char fa2_dynamic_smem[cpu_device::kMaxSharedBytes];
 
@@ -44,7 +46,7 @@ constexpr size_t kSignalStackBytes = 64 * 1024;
 constexpr int kPoison = 0xff;  // NaN in every floating point type
 constexpr size_t kMaxPooledStacks = 4096;
 
-enum class State : uint8_t { ready, at_barrier, at_warp_op, at_active_mask, done };
+enum class State : uint8_t { ready, at_barrier, at_warp_op, at_active_mask, log_full, done };
 
 // A stack keeps its fiber's entry point between blocks: makecontext is slow and runs once per stack.
 struct Stack {
@@ -178,7 +180,8 @@ std::string waiting_for(const Fiber& fiber) {
     case State::at_warp_op:
       return std::string(name(fiber.op)) + "(mask " + hex(fiber.mask) + ") at " + name(fiber.site);
     case State::at_active_mask: return "__activemask() at " + name(fiber.site);
-    case State::ready: return "nothing";
+    case State::ready:
+    case State::log_full: return "nothing";
     case State::done: return "nothing: it has returned";
   }
   return "?";
@@ -193,10 +196,15 @@ cudaError_t remember(cudaError_t code, const std::string& text) {
 
 // ---------------------------------------------------------------- ending a block early
 
-// Records the error and leaves the running fiber for good. Its destructors do not run.
-[[noreturn]] void abandon_block(cudaError_t code, const std::string& text) {
+// Records the error and leaves the running fiber for good. Its destructors do not run. `tool` is the one of
+// compute-sanitizer that finds this kind of error, "error" if none does, null if it is already reported.
+[[noreturn]] void abandon_block(cudaError_t code, const std::string& text,
+                                const char* tool = "error", Site site = {}) {
   Worker& w = *worker;
   w.in_fiber = false;
+  if constexpr (kChecked) {
+    if (tool != nullptr) checker::report(tool, text, site);
+  }
   {
     const std::lock_guard<std::mutex> lock(w.launch->mutex);
     if (w.launch->finding.code == cudaSuccess) {
@@ -239,6 +247,9 @@ void fiber_main() {
   w.position = position;
   Fiber& fiber = w.current();
   threadIdx = fiber.index;
+  if constexpr (kChecked) {
+    checker::enter_thread(w.order[position], fiber.stack->base + kGuardBytes, kStackBytes);
+  }
   if (fiber.running) _longjmp(fiber.resume, 1);
   fiber.running = true;
   Stack& stack = *fiber.stack;
@@ -275,6 +286,21 @@ void release_active_mask_groups(Worker& w) {
   }
 }
 
+[[maybe_unused]] void release_full_logs(Worker& w) {
+  const int n = int(w.fibers.size());
+  for (int first = 0; first < n; first += 32) {
+    unsigned full = 0;
+    for (int i = first; i < std::min(first + 32, n); ++i) {
+      if (w.fibers[i].state == State::log_full) full |= 1u << (i - first);
+    }
+    if (full == 0) continue;
+    const unsigned drained = checker::make_log_space(first, full);
+    for (int i = first; i < std::min(first + 32, n); ++i) {
+      if (drained >> (i - first) & 1u) w.fibers[i].state = State::ready;
+    }
+  }
+}
+
 [[noreturn]] void report_deadlock(Worker& w) {
   std::map<std::string, std::pair<int, std::string>> groups;  // wait -> (count, first thread)
   for (const Fiber& fiber : w.fibers) {
@@ -288,7 +314,11 @@ void release_active_mask_groups(Worker& w) {
             ";";
   }
   text.pop_back();
-  abandon_block(cudaErrorLaunchTimeout, text);
+  Site site{};
+  for (const Fiber& fiber : w.fibers) {
+    if (fiber.state != State::done && site.file == nullptr) site = fiber.site;
+  }
+  abandon_block(cudaErrorLaunchTimeout, text, "synccheck", site);
 }
 
 // Leaves the running fiber, which is waiting or done, for the next one that can run.
@@ -303,6 +333,7 @@ void release_active_mask_groups(Worker& w) {
       w.in_fiber = false;
       _longjmp(w.home, 1);
     }
+    if constexpr (kChecked) release_full_logs(w);
     release_active_mask_groups(w);
   }
   report_deadlock(w);
@@ -314,10 +345,11 @@ void wait(Worker& w) {
 }
 
 [[noreturn]] void report_returned_thread(const Fiber& returned, const Fiber& waiting) {
-  abandon_block(cudaErrorLaunchFailure, "barrier not reached by every thread: thread " +
-                                            name(waiting.index) + " waits for " +
-                                            waiting_for(waiting) + ", but thread " +
-                                            name(returned.index) + " has returned");
+  abandon_block(cudaErrorLaunchFailure,
+                "barrier not reached by every thread: thread " + name(waiting.index) +
+                    " waits for " + waiting_for(waiting) + ", but thread " + name(returned.index) +
+                    " has returned",
+                "synccheck", waiting.site);
 }
 
 // Completes the warp operation that `fiber` waits for if every lane it needs has arrived.
@@ -333,6 +365,7 @@ bool try_complete_warp_op(Worker& w, const Fiber& fiber) {
     if (other.state != State::at_warp_op || other.op != op || other.mask != mask) return false;
     lanes |= 1u << (i - first);
   }
+  if constexpr (kChecked) checker::pass_warp_op(first, lanes, op == WarpOp::sync, fiber.site);
   unsigned ballot = 0;
   for (int i = first; i < last; ++i) {
     if ((lanes >> (i - first) & 1u) && w.fibers[i].value != 0) ballot |= 1u << (i - first);
@@ -348,6 +381,9 @@ bool try_complete_warp_op(Worker& w, const Fiber& fiber) {
       case WarpOp::shfl_xor:
         lane.result =
             lanes >> lane.source & 1u ? w.fibers[first + lane.source].value : ~uint64_t(0);
+        if constexpr (kChecked) {
+          if ((lanes >> lane.source & 1u) == 0) checker::read_absent_lane(lane.source, lane.site);
+        }
         break;
       case WarpOp::ballot: lane.result = ballot; break;
       case WarpOp::all: lane.result = ballot == lanes; break;
@@ -463,7 +499,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
       std::snprintf(text, sizeof(text), "invalid access to memory at address 0x%zx%s",
                     reinterpret_cast<size_t>(address), address == nullptr ? " (null pointer)" : "");
     }
-    abandon_block(cudaErrorIllegalAddress, text);
+    abandon_block(cudaErrorIllegalAddress, text, "memcheck");
   }
   // Not ours: hand it to whoever was there before.
   for (size_t i = 0; i < std::size(kFaults); ++i) {
@@ -587,10 +623,12 @@ void run_block(Worker& w, uint64_t block) {
   }
   w.num_done = w.num_at_barrier = 0;
   w.block_start = seconds();
+  if constexpr (kChecked) checker::start_block(block);
   if (_setjmp(w.home) == 0) {
     w.in_fiber = true;
     enter(w, 0);
   }
+  if constexpr (kChecked) checker::end_block();
 }
 
 void run_worker(Launch* launch) {
@@ -697,13 +735,15 @@ int block_barrier(BarrierOp op, int predicate, Site site) {
   int count = 0;
   for (Fiber& fiber : w.fibers) {
     if (fiber.barrier_op != op || fiber.site.line != site.line || fiber.site.file != site.file) {
-      abandon_block(cudaErrorLaunchFailure, "threads wait at different barriers: thread " +
-                                                name(fiber.index) + " for " + waiting_for(fiber) +
-                                                ", thread " + name(self.index) + " for " +
-                                                waiting_for(self));
+      abandon_block(cudaErrorLaunchFailure,
+                    "threads wait at different barriers: thread " + name(fiber.index) + " for " +
+                        waiting_for(fiber) + ", thread " + name(self.index) + " for " +
+                        waiting_for(self),
+                    "synccheck", self.site);
     }
     count += fiber.predicate;
   }
+  if constexpr (kChecked) checker::pass_barrier(site);
   for (Fiber& fiber : w.fibers) fiber.state = State::ready;
   w.num_at_barrier = 0;
   w.barrier_result = op == BarrierOp::count ? count : op == BarrierOp::all ? count == n : count > 0;
@@ -720,9 +760,10 @@ uint64_t warp_exchange(WarpOp op, unsigned mask, uint64_t value, int source, Sit
   self.source = source;
   self.state = State::at_warp_op;
   if ((mask >> lane_id() & 1u) == 0) {
-    abandon_block(cudaErrorLaunchFailure, waiting_for(self) + " is called by lane " +
-                                              std::to_string(lane_id()) +
-                                              ", which its mask does not name");
+    abandon_block(cudaErrorLaunchFailure,
+                  waiting_for(self) + " is called by lane " + std::to_string(lane_id()) +
+                      ", which its mask does not name",
+                  "synccheck", site);
   }
   if (!try_complete_warp_op(w, self)) wait(w);
   return self.result;
@@ -737,17 +778,29 @@ unsigned active_mask(Site site) {
   return unsigned(self.result);
 }
 
+void abandon_checked_block() {
+  abandon_block(cudaErrorIllegalAddress, "invalid access to memory", nullptr);
+}
+
+void wait_for_log_space() {
+  Worker& w = *worker;
+  w.current().state = State::log_full;
+  wait(w);
+}
+
 int lane_id() {
   return worker->order[worker->position] & 31;
 }
 
 void fail_assert(const char* condition, const char* file, int line) {
   abandon_block(cudaErrorAssert,
-                "assertion `" + std::string(condition) + "` failed at " + name(Site{file, line}));
+                "assertion `" + std::string(condition) + "` failed at " + name(Site{file, line}),
+                "error", {file, line});
 }
 
 void fail_trap(const char* file, int line) {
-  abandon_block(cudaErrorLaunchFailure, "__trap() at " + name(Site{file, line}));
+  abandon_block(cudaErrorLaunchFailure, "__trap() at " + name(Site{file, line}), "error",
+                {file, line});
 }
 
 cudaError_t set_function_attribute(const void* kernel, cudaFuncAttribute attribute, int value) {
@@ -763,7 +816,7 @@ cudaError_t set_function_attribute(const void* kernel, cudaFuncAttribute attribu
 }
 
 cudaError_t launch_grid(const void* kernel, const cudaLaunchConfig_t& config,
-                        void (*invoke)(const void*), const void* closure) {
+                        void (*invoke)(const void*), const void* closure, size_t closure_bytes) {
   Launch launch;
   launch.library = &library_of(kernel);
   launch.kernel_name = launch.library->function_name(kernel);
@@ -786,12 +839,17 @@ cudaError_t launch_grid(const void* kernel, const cudaLaunchConfig_t& config,
     std::shuffle(launch.block_order.begin(), launch.block_order.end(), random);
   }
   const SignalGuard signals;
-  const unsigned num_workers =
-      launch.schedule == kParallel ? unsigned(std::min<uint64_t>(num_cores(), num_blocks)) : 1;
+  unsigned num_workers = unsigned(std::min<uint64_t>(num_cores(), num_blocks));
+  if (launch.schedule != kParallel) num_workers = 1;
+  if constexpr (kChecked) {
+    if (checker::active()) num_workers = 1;
+    checker::start_launch(*launch.library, launch.kernel_name, config, closure, closure_bytes);
+  }
   std::vector<std::thread> threads;
   for (unsigned i = 1; i < num_workers; ++i) threads.emplace_back(run_worker, &launch);
   run_worker(&launch);
   for (std::thread& thread : threads) thread.join();
+  if constexpr (kChecked) checker::end_launch();
   if (launch.finding.code != cudaSuccess) return remember(launch.finding.code, launch.finding.text);
   return cudaSuccess;
 }
@@ -862,6 +920,7 @@ cudaError_t cudaFree(void* pointer) {
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
+  if constexpr (cpu_device::kChecked) cpu_device::checker::memset_device(pointer, bytes);
   std::memset(pointer, value, bytes);
   return cudaSuccess;
 }

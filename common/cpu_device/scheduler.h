@@ -35,6 +35,7 @@ struct SharedArray {
 // What is read once from the library that a kernel lives in.
 struct Library {
   std::string path;
+  uintptr_t base = 0;  // where it is loaded
   size_t tls_module = 0;
   std::vector<SharedArray> shared_arrays;
   struct Function {

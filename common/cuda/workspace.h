@@ -7,6 +7,12 @@
 #include <string>
 #include <vector>
 
+// Bytes left free after each part. The checker asks for some, so that what runs past the end of a part does
+// not land in the next.
+#ifndef FA2_WORKSPACE_GAP
+#define FA2_WORKSPACE_GAP 0
+#endif
+
 struct WorkspacePart {
   std::string name;
   std::string dtype;  // PyTorch's name, e.g. "float32"
@@ -42,7 +48,7 @@ class WorkspaceLayout {
     int64_t bytes = sizeof(T);
     for (const int64_t extent : shape) bytes *= extent;
     parts_.push_back({name, DtypeName<T>::value, shape, total_bytes_, bytes});
-    total_bytes_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    total_bytes_ += (bytes + kAlignment - 1) / kAlignment * kAlignment + FA2_WORKSPACE_GAP;
   }
 
   // The part called `name` within `workspace`.

@@ -1,0 +1,72 @@
+// What the scheduler tells the checker. The fast build compiles none of these calls.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "device_types.h"
+#include "scheduler.h"
+
+namespace cpu_device {
+
+#ifdef CPU_DEVICE_CHECKED
+inline constexpr bool kChecked = true;
+#else
+inline constexpr bool kChecked = false;
+#endif
+
+namespace checker {
+
+// Whether a check is under way: between cpu_device_check_begin() and cpu_device_check_end().
+bool active();
+
+void start_launch(const Library& library, const std::string& kernel,
+                  const cudaLaunchConfig_t& config, const void* closure, size_t closure_bytes);
+void end_launch();
+void start_block(uint64_t block);
+void end_block();
+
+// The fiber of `thread` runs next, on the stack that begins at `stack`.
+void enter_thread(int thread, const char* stack, size_t stack_bytes);
+// Every thread of the block has arrived at a block barrier.
+void pass_barrier(Site site);
+// The lanes `lanes` of the warp that starts at thread `first` have met; a __syncwarp orders memory, the
+// other warp operations only let the lanes go on together.
+void pass_warp_op(int first, unsigned lanes, bool orders_memory, Site site);
+// A lane received the value of a lane that its shuffle's mask does not name, or that has returned.
+void read_absent_lane(int source, Site site);
+
+// The lanes `full` of the warp that starts at thread `first` wait for space in their logs, the others cannot
+// go on before them. Returns the lanes that have space again, at least one.
+unsigned make_log_space(int first, unsigned full);
+
+// A barrier, shuffle or crash that ended the block; `kind` is one of compute-sanitizer's tools or "error".
+void report(const char* kind, const std::string& text, Site site);
+
+// An access that the compiler does not announce: an atomic, a vector, a copy.
+void access_atomic(const void* address, size_t bytes, const void* return_address);
+void memset_device(const void* address, size_t bytes);
+
+}  // namespace checker
+
+// By the scheduler, for the checker: ends the block of the running thread for a finding that is already
+// reported, and lets the other threads of its warp catch up until there is space in its log.
+[[noreturn]] void abandon_checked_block();
+void wait_for_log_space();
+
+}  // namespace cpu_device
+
+// The interface that Python uses. One check at a time.
+extern "C" {
+
+// Starts a check. Device memory is [arena, arena + bytes); what no region covers is out of bounds.
+void cpu_device_check_begin(void* arena, size_t bytes);
+// A tensor or a part of the workspace; starts at a multiple of 256 bytes from the arena's start, plus `skew`.
+// `valid` has one byte per element of `item_bytes`, 0 where the element is not the tensor's, or is null.
+// Flags: 1 = the kernel may not write it, 2 = it has been written before.
+void cpu_device_check_region(const char* name, void* address, size_t bytes, int item_bytes,
+                             const unsigned char* valid, int flags);
+// Ends the check and returns what was seen, one record per line, fields separated by tabs.
+const char* cpu_device_check_end();
+}

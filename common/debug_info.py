@@ -1,0 +1,168 @@
+"""What the debug information of a build says: the source line of an instruction, the layout of shared memory.
+
+Lines come from binutils' ``addr2line``, which every compiler brings along, types from DWARF with pyelftools.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from elftools.dwarf.die import DIE
+from elftools.elf.elffile import ELFFile
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A place in the source: a function and a line in it."""
+
+    function: str
+    file: Path
+    line: int
+
+
+@dataclass(frozen=True)
+class SharedVariable:
+    """One array, or scalar, of a block's shared memory."""
+
+    name: str
+    offset: int  # bytes from the start of the shared memory it is in
+    bytes: int
+    shape: tuple[int, ...]  # () for a scalar
+    item_bytes: int
+
+    def index(self, offset: int) -> tuple[int, ...]:
+        """The element that holds the byte at ``offset``."""
+        element = (offset - self.offset) // self.item_bytes
+        index: list[int] = []
+        for extent in reversed(self.shape):
+            index.insert(0, element % extent)
+            element //= extent
+        return tuple(index)
+
+
+def _bare_name(function: str) -> str:
+    """``(anonymous namespace)::load_tile<32, 128>(float ...)`` → ``load_tile``."""
+    name = function.replace("(anonymous namespace)::", "")
+    name = re.split(r"[<(]", name, maxsplit=1)[0]
+    return name.split(" ")[-1].split("::")[-1]
+
+
+def frames_of(library: Path, addresses: list[int]) -> dict[int, list[Frame]]:
+    """For each return address in the library the inlined calls that lead there, the innermost first."""
+    if not addresses:
+        return {}
+    # The instruction that made the call lies before the address it returns to.
+    text = "".join(f"{address - 1:#x}\n" for address in addresses)
+    command = ["addr2line", "--inlines", "--functions", "--demangle", "--addresses", "-e", str(library)]
+    output = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    result: dict[int, list[Frame]] = {}
+    lines = iter(output.splitlines())
+    frames: list[Frame] = []
+    for line in lines:
+        if re.fullmatch(r"0x[0-9a-f]+", line):
+            frames = result.setdefault(int(line, 16) + 1, [])
+            continue
+        place = re.match(r"(.*):(\d+|\?)", next(lines))
+        assert place is not None, f"addr2line wrote no line number for {line}"
+        number = 0 if place.group(2) == "?" else int(place.group(2))
+        frames.append(Frame(_bare_name(line), Path(place.group(1)), number))
+    return result
+
+
+def _type_of(die: DIE) -> DIE | None:
+    while "DW_AT_type" in die.attributes:
+        die = die.get_DIE_from_attribute("DW_AT_type")
+        if die.tag not in ("DW_TAG_typedef", "DW_TAG_const_type", "DW_TAG_volatile_type"):
+            return die
+    return None
+
+
+def _name_of(die: DIE) -> str:
+    attribute = die.attributes.get("DW_AT_name")
+    return attribute.value.decode() if attribute else ""
+
+
+def _shape_of(die: DIE | None) -> tuple[tuple[int, ...], int]:
+    """Shape and bytes of an element, of a variable's type."""
+    shape: list[int] = []
+    while die is not None and die.tag == "DW_TAG_array_type":
+        for extent in die.iter_children():
+            if extent.tag != "DW_TAG_subrange_type":
+                continue
+            if "DW_AT_upper_bound" in extent.attributes:
+                shape.append(extent.attributes["DW_AT_upper_bound"].value + 1)
+            elif "DW_AT_count" in extent.attributes:
+                shape.append(extent.attributes["DW_AT_count"].value)
+        die = _type_of(die)
+    size = die.attributes["DW_AT_byte_size"].value if die is not None else 1
+    return tuple(shape), size
+
+
+@lru_cache(maxsize=64)
+def dynamic_shared_variables(library: Path, kernel: str) -> tuple[SharedVariable, ...]:
+    """The members of the struct that ``kernel`` takes from ``dynamic_smem<T>()``, in order of their offset.
+
+    Empty if the kernel takes none, or an array of scalars.
+    """
+    with library.open("rb") as file:
+        elf = ELFFile(file)
+        if not elf.has_dwarf_info():
+            return ()
+        types: dict[int, DIE] = {}
+        used: set[int] = set()
+        for unit in elf.get_dwarf_info().iter_CUs():
+            # A call's origin is the function itself or its abstract instance, which names the former.
+            for die in unit.iter_DIEs():
+                if die.tag == "DW_TAG_subprogram" and _name_of(die).startswith("dynamic_smem<"):
+                    argument = next(d for d in die.iter_children() if d.tag == "DW_TAG_template_type_param")
+                    if (struct := _type_of(argument)) is not None:
+                        types[die.offset] = struct
+                if die.tag == "DW_TAG_inlined_subroutine":
+                    used |= _origins_within(die, kernel)
+        chosen = [struct for offset, struct in types.items() if offset in used] or list(types.values())
+        if not chosen or chosen[0].tag not in ("DW_TAG_structure_type", "DW_TAG_class_type"):
+            return ()
+        variables = []
+        for member in chosen[0].iter_children():
+            if member.tag != "DW_TAG_member" or "DW_AT_data_member_location" not in member.attributes:
+                continue
+            shape, item_bytes = _shape_of(_type_of(member))
+            size = item_bytes
+            for extent in shape:
+                size *= extent
+            offset = member.attributes["DW_AT_data_member_location"].value
+            variables.append(SharedVariable(_name_of(member), offset, size, shape, item_bytes))
+        return tuple(variables)
+
+
+def _origins_within(call: DIE, kernel: str) -> set[int]:
+    """Offsets of the function that an inlined call names, if the call lies in the function ``kernel``."""
+    parent = call.get_parent()
+    while parent is not None and parent.tag != "DW_TAG_subprogram":
+        parent = parent.get_parent()
+    if parent is None:
+        return set()
+    origin = parent
+    while True:
+        name = _name_of(origin)
+        if name:
+            break
+        for attribute in ("DW_AT_abstract_origin", "DW_AT_specification"):
+            if attribute in origin.attributes:
+                origin = origin.get_DIE_from_attribute(attribute)
+                break
+        else:
+            return set()
+    if _bare_name(name) != kernel:
+        return set()
+    offsets: set[int] = set()
+    called = call
+    for attribute in ("DW_AT_abstract_origin", "DW_AT_specification") * 2:
+        if attribute in called.attributes:
+            called = called.get_DIE_from_attribute(attribute)
+            offsets.add(called.offset)
+    return offsets
