@@ -10,16 +10,18 @@ import re
 import time
 import tomllib
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from common import check, jit, validation
 from common.arena import Arena
+from common.formulas import Formulas
 
 CHAPTERS = jit.REPO_ROOT / "chapters"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -32,6 +34,7 @@ class ChapterInfo:
 
     ``deterministic`` is "always" (the same bits on every run), "never", or "flag" (when asked for).
     ``dq_rounded_every``: dQ is summed in its own dtype and rounded after every so many keys; see ``compare``.
+    ``traffic``: formulas as text; ``formulas`` reads them.
     """
 
     name: str
@@ -45,12 +48,17 @@ class ChapterInfo:
     min_compute_capability: tuple[int, int] = (7, 5)
     deterministic: str = "always"
     dq_rounded_every: int | None = None
+    traffic: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def number(self) -> int | None:
         """NN of NN_name; None for a kernel outside ``chapters/``."""
         match = re.match(r"(\d+)_", self.name)
         return int(match.group(1)) if match else None
+
+    def formulas(self, pass_: str) -> Formulas | None:
+        """The traffic of the "forward" or "backward" pass in symbols; None if the chapter gives none."""
+        return Formulas(self.traffic, pass_) if pass_ in self.traffic else None
 
 
 def _read_info(folder: Path) -> ChapterInfo:
@@ -71,6 +79,7 @@ def _read_info(folder: Path) -> ChapterInfo:
             min_compute_capability=(int(major), int(minor)),
             deterministic=data["deterministic"],
             dq_rounded_every=data.get("dq_rounded_every"),
+            traffic=data.get("traffic", {}),
         )
     except (KeyError, ValueError, TypeError) as error:  # TOMLDecodeError is a ValueError
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
