@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run lab test test-slow test-all bench sanitize readme resources diff new-chapter lint format clean
+.PHONY: help setup run lab test test-slow test-all bench sanitize check counters counters-page readme resources diff new-chapter lint format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,15 @@ bench: $(READY) ## measure on this machine's GPU into notebooks/measurements/
 
 sanitize: $(READY) ## compute-sanitizer over every chapter, on a GPU
 	$(PYTHON) -m common.sanitize
+
+check: $(READY) ## traffic and mistakes of a chapter, without a GPU: make check CHAPTER=05
+	@$(PYTHON) -m common.check $(CHAPTER) $(ARGS)
+
+counters: $(READY) ## Nsight Compute's counters of three chapters, on a GPU, into notebooks/measurements/
+	$(PYTHON) -m common.counters $(ARGS)
+
+counters-page: $(READY) ## compare stored counters with what the checker counts
+	$(PYTHON) -m common.counters --page
 
 readme: $(READY) ## regenerate the tables of README.md
 	$(PYTHON) -m common.readme

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import check, jit, validation
+from common import jit, validation
 from common.arena import Arena
 from common.formulas import Formulas
+from common.report import Report, read_report
 
 CHAPTERS = jit.REPO_ROOT / "chapters"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -447,12 +448,14 @@ class Chapter:
         deterministic: bool = False,
         return_row_stats: bool = False,
         optimize: str = "-O1",
-    ) -> check.Report:
+        max_grid_y: int | None = None,
+    ) -> Report:
         """Runs the kernel on the checked CPU device: what it asks memory for, and its mistakes.
 
         Without out, dout and lse the forward pass is checked, with them the backward pass. Arguments are
-        those of ``forward`` and ``backward``, on the CPU; ``optimize`` is the compiler's level and changes no
-        count. A mistake is a finding of the report, not an exception.
+        those of ``forward`` and ``backward``, on the CPU. ``optimize`` is the compiler's level and changes no
+        count. ``max_grid_y`` lowers the limit on blocks per head, so that blocks stride over several tiles.
+        A mistake is a finding of the report, not an exception.
 
         Raises:
             TypeError, ValueError: an argument is not accepted, or the problem is too large (2 GiB).
@@ -472,7 +475,7 @@ class Chapter:
         elif self.forward_chapter is not self:
             return self.forward_chapter.check(
                 q, k, v, softmax_scale=softmax_scale, is_causal=is_causal, return_row_stats=return_row_stats,
-                optimize=optimize,
+                optimize=optimize, max_grid_y=max_grid_y,
             )  # fmt: skip
         if q.device.type != "cpu":
             raise ValueError(f"q is on {q.device}; the checker runs on the CPU device and takes CPU tensors")
@@ -482,7 +485,14 @@ class Chapter:
             raise ValueError("q and k are empty: there is no launch to check")
 
         library = jit.build(
-            self.info.kernel, q.dtype, q.shape[3], q.device, self.digest, checked=True, optimize=optimize
+            self.info.kernel,
+            q.dtype,
+            q.shape[3],
+            q.device,
+            self.digest,
+            checked=True,
+            optimize=optimize,
+            max_grid_y=max_grid_y,
         )
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
         layout = _workspace(library, backward, sizes, bool(is_causal), bool(deterministic))
@@ -529,9 +539,7 @@ class Chapter:
             f"B={sizes[0]} H={sizes[1]} Nq={sizes[3]} Nk={sizes[4]} d={q.shape[3]}"
             f"{', causal' if is_causal else ''}{', deterministic' if deterministic else ''}"
         )
-        report = check.read_report(
-            log, self.info.kernel, what, error=error, seconds=time.perf_counter() - start
-        )
+        report = read_report(log, self.info.kernel, what, error=error, seconds=time.perf_counter() - start)
         report.outputs = tuple(t.clone() for t in results if t is not None)
         return report
 

@@ -1,370 +1,128 @@
-"""The checker: runs a kernel on the checked CPU device, counts its traffic, and finds its mistakes.
+"""Checks a chapter without a GPU: ``python -m common.check 05``, or with the path of a ``.cu`` file.
 
-``python -m common.check 05`` checks a chapter; ``Chapter.check`` does it with your own tensors. The tools
-carry the names of NVIDIA's compute-sanitizer, which finds the same kinds of mistakes on a GPU:
-
-- memcheck: an access outside of every tensor, scratch part and shared array, or a misaligned one;
-- initcheck: a read of shared or scratch memory that nothing has written, an output element left unwritten;
-- racecheck: two threads, or two blocks, that touch one place, one of them writing, with nothing between;
-- synccheck: a barrier that some threads never reach, a shuffle from a lane that takes no part.
+Prints what the kernels ask memory for, whether the chapter's formulas say the same, how far the results are
+off, and every mistake that memcheck, initcheck, racecheck and synccheck find. Exits with 1 if there is one.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
-from math import prod
+import argparse
+import dataclasses
+import json
+import sys
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
-from common.arena import Log, Memory
-from common.debug_info import dynamic_shared_variables, frames_of
-from common.traffic import SHARED, Barriers, Location, Requests, Traffic, location_of
+from common.chapters import Chapter, load_chapter, load_kernel
+from common.formulas import Problem
+from common.inputs import Inputs, random_inputs
+from common.jit import DTYPE_NAMES, BuildError
+from common.reference import Comparison, Gradients, compare
+from common.report import Report
 
-
-@dataclass(frozen=True)
-class Finding:
-    """One mistake. ``str()`` is a sentence; the fields are its parts.
-
-    tool: "memcheck", "initcheck", "racecheck", "synccheck", or "error" for a crash, an endless loop, a failed
-    assertion. where: the line; other: of a race, the other thread's. block, thread: the first that did it.
-    memory: tensor, scratch part or shared array; index: the element. count: how often it was seen.
-    """
-
-    tool: str
-    kernel: str
-    message: str
-    where: Location | None = None
-    other: Location | None = None
-    block: tuple[int, ...] | None = None
-    thread: tuple[int, ...] | None = None
-    memory: str | None = None
-    index: tuple[int, ...] | None = None
-    count: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.tool}: {self.message}"
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One kernel that ran, or a memset."""
-
-    kernel: str
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    shared_bytes: int
-
-
-@dataclass
-class Report:
-    """What a check saw.
-
-    outputs: what the pass returned. error: why the run ended early, or None; its traffic is then not whole.
-    """
-
-    what: str
-    traffic: Traffic
-    findings: list[Finding]
-    launches: list[Launch]
-    outputs: tuple[Tensor, ...] = field(default=(), repr=False)
-    error: str | None = None
-    seconds: float = 0.0
-
-    def of_tool(self, tool: str) -> list[Finding]:
-        """The findings of one tool."""
-        return [f for f in self.findings if f.tool == tool]
-
-    def __str__(self) -> str:
-        lines = [f"{self.what}: {self.seconds:.1f} s"]
-        for launch in self.launches:
-            grid, block = (
-                "×".join(str(n) for n in sizes if n > 1) or "1" for sizes in (launch.grid, launch.block)
-            )
-            if launch.kernel != "memset":
-                lines.append(
-                    f"  {launch.kernel}: {grid} blocks of {block} threads, "
-                    f"{launch.shared_bytes:,} bytes of shared memory"
-                )
-        lines += ["", str(self.traffic), ""]
-        if self.error:
-            lines.append(f"The run ended early, so the counts are not whole: {self.error}")
-        if not self.findings:
-            lines.append("memcheck, initcheck, racecheck, synccheck: nothing found")
-        lines += [str(finding) for finding in self.findings]
-        return "\n".join(lines)
-
-
-def _triple(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(","))
-
-
-class _Reader:
-    """Turns the records of the checked device into a report."""
-
-    def __init__(self, log: Log, kernel: Path) -> None:
-        self.kernel = kernel
-        self.memories = log.memories
-        self.records: dict[str, list[list[str]]] = {}
-        for line in log.text.splitlines():
-            kind, *fields = line.split("\t")
-            self.records.setdefault(kind, []).append(fields)
-        self.launches: dict[int, Launch] = {}
-        self.libraries: dict[int, Path] = {}
-        for number, name, grid, block, shared, library in self.records.get("launch", []):
-            self.launches[int(number)] = Launch(name, _triple(grid), _triple(block), int(shared))
-            if library:
-                self.libraries[int(number)] = Path(library)
-        self.arrays = {
-            (int(launch), int(i)): (name, int(size))
-            for launch, i, name, size in self.records.get("array", [])
-        }
-        self.places = self._find_places()
-
-    def _find_places(self) -> dict[tuple[Path, int], Location]:
-        wanted: dict[Path, set[int]] = {}
-        for launch, pc, *_ in self.records.get("requests", []):
-            wanted.setdefault(self.libraries[int(launch)], set()).add(int(pc))
-        for fields in self.records.get("finding", []):
-            library = self.libraries.get(int(fields[0]))
-            if library is not None:
-                wanted.setdefault(library, set()).update(int(pc) for pc in fields[3:5] if pc != "0")
-        places = {}
-        for library, addresses in wanted.items():
-            for address, frames in frames_of(library, sorted(addresses)).items():
-                places[library, address] = location_of(frames, self.kernel)
-        return places
-
-    def place(self, launch: int, address: str) -> Location | None:
-        library = self.libraries.get(launch)
-        return self.places.get((library, int(address))) if library is not None else None
-
-    def memory_name(self, region: int) -> str:
-        return self.memories[region - 1].name if region > 0 else SHARED
-
-    def traffic(self) -> Traffic:
-        requests = []
-        for fields in self.records.get("requests", []):
-            launch, pc, region, operation, size, count, lanes, transactions, worst, example = fields
-            where = self.place(int(launch), pc)
-            assert where is not None
-            requests.append(
-                Requests(
-                    int(launch), self.launches[int(launch)].kernel, where, self.memory_name(int(region)),
-                    operation, int(size), int(count), int(lanes), int(transactions), int(worst),
-                    tuple(int(a) if a else None for a in example.split(",")),
-                )
-            )  # fmt: skip
-        for launch, region, size in self.records.get("memset", []):
-            name = self.memory_name(int(region))
-            requests.append(
-                Requests(
-                    int(launch), "memset", Location(self.kernel, 0), name, "memset", 1, 0, int(size), 0, 0
-                )
-            )  # fmt: skip
-        barriers = []
-        for launch, site, scope, count in self.records.get("barrier", []):
-            where = _site(site)
-            assert where is not None
-            barriers.append(
-                Barriers(int(launch), self.launches[int(launch)].kernel, where, scope, int(count))
-            )
-        unique = tuple(
-            (self.launches[int(launch)].kernel, self.memory_name(int(region)), int(read), int(written))
-            for launch, region, read, written in self.records.get("unique", [])
+def check_chapter(chapter: Chapter, problem: Problem, *, optimize: str = "-O1") -> tuple[Report, Inputs]:
+    """Checks a chapter's own pass on random inputs: backward, or forward where that is all it has."""
+    p = problem
+    x = random_inputs(p.batch, p.num_heads, p.seqlen_q, p.head_dim, seqlen_k=p.seqlen_k, dtype=p.dtype)
+    if not chapter.has_backward:
+        report = chapter.check(
+            x.q, x.k, x.v, is_causal=p.is_causal, return_row_stats=p.return_row_stats, optimize=optimize
         )
-        return Traffic(tuple(sorted(requests, key=lambda r: r.launch)), tuple(barriers), unique)
+        return report, x
+    out, lse = chapter.forward(x.q, x.k, x.v, is_causal=p.is_causal)
+    report = chapter.check(
+        x.q, x.k, x.v, out, x.dout, lse, is_causal=p.is_causal, deterministic=p.deterministic,
+        optimize=optimize,
+    )  # fmt: skip
+    return report, x
 
-    # ------------------------------------------------------------ findings
 
-    def findings(self, *, is_complete: bool) -> list[Finding]:
-        result = [self._finding(fields) for fields in self.records.get("finding", [])]
-        if is_complete:
-            result += self._unwritten()
-        return result
+def compare_outputs(chapter: Chapter, problem: Problem, report: Report, x: Inputs) -> list[Comparison]:
+    """The results of a check against float64 on the same inputs."""
+    options = {"is_causal": problem.is_causal}
+    if chapter.has_backward:
+        forward = chapter.forward(x.q, x.k, x.v, **options)
+        result = Gradients(*forward, *report.outputs)
+    else:
+        # Only out and lse are compared; any gradients do for the rest.
+        result = Gradients(*report.outputs[:2], *(torch.zeros_like(t) for t in (x.q, x.k, x.v)))
+    names = ("dq", "dk", "dv") if chapter.has_backward else ("out", "lse")
+    comparisons = compare(
+        result, x.q, x.k, x.v, x.dout, **options, dq_rounded_every=chapter.info.dq_rounded_every
+    )
+    return [c for c in comparisons if c.name in names]
 
-    def _unwritten(self) -> list[Finding]:
-        result = []
-        for region, offset, missing in self.records.get("unwritten", []):
-            memory = self.memories[int(region) - 1]
-            if memory.role != "output":
-                continue
-            index = memory.index(int(offset))
-            message = (
-                f"{missing} of the {prod(memory.shape):,} elements of {memory.name} are never written, "
-                f"the first of them {memory.name}{_brackets(index)}"
-            )
-            last = list(self.launches.values())[-1].kernel if self.launches else ""
-            result.append(Finding("initcheck", last, message, memory=memory.name, index=index))
-        return result
 
-    def _finding(self, fields: list[str]) -> Finding:
-        (
-            launch_text,
-            tool,
-            what,
-            pc,
-            other_pc,
-            site,
-            region,
-            offset,
-            size,
-            block,
-            thread,
-            other,
-            count,
-            text,
-        ) = fields
-        launch = int(launch_text)
-        kernel = self.launches[launch].kernel
-        where = _site(site) or self.place(launch, pc)
-        other_where = self.place(launch, other_pc)
-        name, index, target = self._target(launch, kernel, int(region), int(offset), int(size))
-        at = f"at {where}" if where is not None and where.line > 0 else "somewhere"
-        who = f"thread ({thread}) of block ({block})"
-        if tool == "racecheck":
-            message = _race_message(
-                what, target, where, other_where, who, _party(other, self.launches[launch])
-            )
-        elif tool == "initcheck":
-            verb = "adds to" if what == "atomic" else "reads"
-            message = f"{who} {verb} {target} {at}, which nothing has written before"
-        elif what == "misaligned":
-            message = f"{who} accesses {size} bytes of {target} {at}, whose address is no multiple of {size}"
-        elif what == "memset":
-            message = f"a memset of {size} bytes goes past the end of {target}"
-        elif what == "write to an input":
-            message = f"{who} writes to {target} {at}, which is an input"
-        elif tool == "memcheck" and what in ("read", "write", "atomic"):
-            verb = {"read": "reads", "write": "writes", "atomic": "adds to"}[what]
-            message = f"{who} {verb} {size} bytes {at}, out of bounds: {target}"
-        else:
-            message = f"{who}: {text}" + (f" ({at})" if where is not None and str(where) not in text else "")
-        if int(count) > 1:
-            message += f" ({int(count):,} times)"
-        return Finding(
-            tool,
-            kernel,
-            message,
-            where,
-            other_where,
-            _triple(block),
-            _triple(thread),
-            name,
-            index,
-            int(count),
+def _as_json(report: Report, problem: Problem) -> dict[str, object]:
+    tensors = {name: dataclasses.asdict(t) for name, t in report.traffic.tensors.items()}
+    return {
+        "what": report.what,
+        "problem": {**dataclasses.asdict(problem), "dtype": DTYPE_NAMES[problem.dtype]},
+        "traffic": {**tensors, "shared": dataclasses.asdict(report.traffic.shared)},
+        "block_barriers": report.traffic.block_barriers,
+        "warp_barriers": report.traffic.warp_barriers,
+        "findings": [str(f) for f in report.findings],
+        "error": report.error,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. Returns 0 if there is nothing to find."""
+    parser = argparse.ArgumentParser(prog="python -m common.check", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "chapter", metavar="NN", help="number or name of a chapter, or the path of a .cu file"
+    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="default: %(default)s")
+    parser.add_argument("--seqlen", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("--seqlen-k", type=int, metavar="N", help="default: like --seqlen")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=1)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--lines", action="store_true", help="also the requests of every source line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers and findings")
+    options = parser.parse_args(arguments)
+    try:
+        is_file = options.chapter.endswith(".cu")
+        chapter = load_kernel(options.chapter) if is_file else load_chapter(options.chapter)
+        problem = Problem(
+            options.batch,
+            options.heads,
+            options.seqlen,
+            options.seqlen if options.seqlen_k is None else options.seqlen_k,
+            options.head_dim,
+            DTYPES[options.dtype],
+            options.causal,
+            options.deterministic,
         )
-
-    def _target(
-        self, launch: int, kernel: str, region: int, offset: int, size: int
-    ) -> tuple[str | None, tuple[int, ...] | None, str]:
-        """Name of a memory, index of its element, and both in words."""
-        if region > 0:
-            memory = self.memories[region - 1]
-            index = memory.index(offset)
-            if index is None:
-                return memory.name, None, self._gap(memory, offset)
-            return memory.name, index, memory.name + _brackets(index)
-        if region < 0:
-            return self._shared_target(launch, kernel, region, offset)
-        if not self.memories:
-            return None, None, "no tensor is near"
-        if size == 0:
-            return None, None, ""
-        nearest = min(
-            self.memories,
-            key=lambda m: max(m.offset - offset, offset - (m.offset + m.span * m.dtype.itemsize - 1), 0),
-        )
-        end = nearest.offset + nearest.span * nearest.dtype.itemsize
-        distance = nearest.offset - offset if offset < nearest.offset else offset - end
-        if distance > 1 << 24:
-            return None, None, "the address is in no tensor, scratch part or shared array"
-        side = "before the start" if offset < nearest.offset else "past the end"
-        how_far = f"{distance:,} bytes" if distance > 0 else "just"
-        return nearest.name, None, f"{how_far} {side} of {_shaped(nearest)}"
-
-    def _gap(self, memory: Memory, offset: int) -> str:
-        return f"between two rows of {_shaped(memory)}, {offset:,} bytes from its start"
-
-    def _shared_target(
-        self, launch: int, kernel: str, region: int, offset: int
-    ) -> tuple[str, tuple[int, ...] | None, str]:
-        if region < -1:
-            mangled, size = self.arrays[launch, -2 - region]
-            name = _array_name(mangled)
-            return name, None, f"{name}, shared, {offset} bytes from the start of its {size}"
-        size = self.launches[launch].shared_bytes
-        if offset >= size:
-            return SHARED, None, f"{offset - size} bytes past the end of the {size:,} bytes of shared memory"
-        for variable in dynamic_shared_variables(self.libraries[launch], kernel):
-            if variable.offset <= offset < variable.offset + variable.bytes:
-                index = variable.index(offset)
-                return variable.name, index, variable.name + "".join(f"[{i}]" for i in index)
-        return SHARED, None, f"the shared memory {offset} bytes from its start"
+        report, inputs = check_chapter(chapter, problem)
+    except (BuildError, ValueError, TypeError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(report)
+    if options.lines:
+        print(f"\n{report.traffic.line_table()}")
+    wrong = bool(report.findings)
+    formulas = chapter.info.formulas("backward" if chapter.has_backward else "forward")
+    if report.error is None:
+        if formulas is not None:
+            mismatches = formulas.mismatches(problem, report.traffic)
+            same = f"formulas of chapter.toml: all {len(formulas.text)} equal the count"
+            print("\n".join(f"formula: {m}" for m in mismatches) or same)
+            wrong = wrong or bool(mismatches)
+        for comparison in compare_outputs(chapter, problem, report, inputs):
+            print(comparison)
+            wrong = wrong or not comparison.ok
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(_as_json(report, problem), indent=1) + "\n")
+    return int(wrong)
 
 
-_RACES = {
-    "read after write": "is written at {first} by {other} and read at {second} by {who}",
-    "write after read": "is read at {first} by {other} and overwritten at {second} by {who}",
-    "write after write": "is written at {first} by {other} and at {second} by {who}",
-    "two blocks write": "is written by two blocks, {other} at {first} and {who} at {second}",
-    "one block reads, another writes": "is read by one block and written by another: {other} at {first}, "
-    "{who} at {second}",
-    "one block reads, another adds": "is read by one block and added to by another: {other} at {first}, "
-    "{who} at {second}",
-    "one block writes, another adds": "is written by one block and added to by another: {other} at {first}, "
-    "{who} at {second}",
-}
-
-
-def _race_message(
-    what: str, target: str, where: Location | None, other_where: Location | None, who: str, other: str
-) -> str:
-    text = _RACES[what].format(first=other_where, second=where, other=other, who=who)
-    end = "with no barrier between" if "after" in what else "and nothing orders the blocks of a launch"
-    return f"{target} {text}, {end}"
-
-
-def _party(text: str, launch: Launch) -> str:
-    """A thread counted through its block, "thread 37", as "thread (5,1,0)"; likewise a block of the grid."""
-    if not text:
-        return ""
-    kind, number = text.split()
-    extents = launch.block if kind == "thread" else launch.grid
-    n = int(number)
-    x, y, z = n % extents[0], n // extents[0] % extents[1], n // (extents[0] * extents[1])
-    return f"{kind} ({x},{y},{z})"
-
-
-def _site(text: str) -> Location | None:
-    if not text:
-        return None
-    file, _, line = text.rpartition(":")
-    return Location(Path(file), int(line))
-
-
-def _brackets(index: tuple[int, ...] | None) -> str:
-    return "" if index is None else f"[{', '.join(str(i) for i in index)}]"
-
-
-def _shaped(memory: Memory) -> str:
-    return f"{memory.name} [{', '.join(str(n) for n in memory.shape)}]"
-
-
-def _array_name(mangled: str) -> str:
-    """``_ZZN12_GLOBAL__N_19ds_kernelE…E7partial`` → ``partial``."""
-    lengths = list(re.finditer(r"E(\d+)(?=[A-Za-z_])", mangled))
-    for match in reversed(lengths):
-        name = mangled[match.end() : match.end() + int(match.group(1))]
-        if len(name) == int(match.group(1)):
-            return name
-    return mangled
-
-
-def read_report(log: Log, kernel: Path, what: str, *, error: str | None, seconds: float) -> Report:
-    """The report of a check that has ended. ``kernel`` is the file whose lines are named."""
-    reader = _Reader(log, kernel)
-    findings = reader.findings(is_complete=error is None)
-    launches = list(reader.launches.values())
-    return Report(what, reader.traffic(), findings, launches, error=error, seconds=seconds)
+if __name__ == "__main__":
+    sys.exit(main())

@@ -455,11 +455,12 @@ def build(
     *,
     checked: bool = False,
     optimize: str = "-O1",
+    max_grid_y: int | None = None,
 ) -> KernelLibrary:
     """Builds and loads ``kernel`` for one dtype, head_dim and device.
 
     ``digest`` is ``source_digest(kernel)``. ``checked``: for the CPU device, and every access is seen;
-    ``optimize`` is then the compiler's level. Raises ``BuildError``.
+    ``optimize`` is then the compiler's level and ``max_grid_y`` a limit on gridDim.y. Raises ``BuildError``.
     """
     defines = define_flags(dtype, head_dim)
     label = kernel.parent.name if kernel.name == "kernel.cu" else kernel.stem
@@ -490,6 +491,8 @@ def build(
         flags = [*_CPU_KERNEL_FLAGS, *binding_flags]
         if checked:
             flags = [*checked_flags(optimize), *binding_flags, "-g", f"-DFA2_WORKSPACE_GAP={1 << 16}"]
+            if max_grid_y is not None:
+                flags.append(f"-DFA2_MAX_GRID_Y={max_grid_y}")
         facts = [digest, device_library.stem, _host_compiler(), _host_id(), *flags]
         key = hashlib.sha256(" ".join(facts).encode()).hexdigest()[:12]
         library, seconds, cached = _load(

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from helpers import backward_chapters, forward_chapters, loaded, reproducible
+from mutation import score_table
 
 from common import Chapter
 
@@ -26,6 +27,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if problem and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=problem))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The score of the mutants (test_mutation.py)."""
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
+    results = [value for r in reports for name, value in r.user_properties if name == "mutant"]
+    if results:
+        terminalreporter.section("mutants: who sees what is taken away")
+        terminalreporter.write_line(score_table([tuple(result) for result in sorted(results)]))
 
 
 def _one_worker_each(chapters: list[str]) -> list:

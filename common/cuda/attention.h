@@ -50,10 +50,15 @@ struct BackwardParams : AttentionSizes {
   bool deterministic;
 };
 
-// One column of blocks per head: x counts heads, y counts blocks of one head. y is limited to 65535, so a
-// kernel strides over its blocks: for (block = blockIdx.y; block < num_blocks; block += gridDim.y).
+// CUDA's limit of gridDim.y. Tests set a smaller one, or no kernel would stride below millions of rows.
+#ifndef FA2_MAX_GRID_Y
+#define FA2_MAX_GRID_Y 65535
+#endif
+
+// One column of blocks per head: x counts heads, y counts blocks of one head. y is limited, so a kernel
+// strides over its blocks: for (block = blockIdx.y; block < num_blocks; block += gridDim.y).
 inline dim3 head_grid(const AttentionSizes& sizes, int64_t num_blocks) {
-  const int64_t y = num_blocks < 65535 ? num_blocks : 65535;
+  const int64_t y = num_blocks < FA2_MAX_GRID_Y ? num_blocks : FA2_MAX_GRID_Y;
   return dim3(static_cast<unsigned>(sizes.batch) * sizes.num_heads, static_cast<unsigned>(y));
 }
 
