@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run lab test test-slow test-all bench sanitize check counters counters-page readme resources diff new-chapter lint format clean
+.PHONY: help setup run notebooks lab test test-slow test-all bench sanitize check experiments counters counters-page readme resources diff new-chapter lint format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 run: $(READY) ## the ladder: build, run, check and time every chapter
 	@$(PYTHON) -m common.ladder $(ARGS)
 
+notebooks: $(READY) ## execute all notebooks and store their outputs: make notebooks DEVICE=cuda ARGS=02
+	$(PYTHON) -m common.execute $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+
 lab: $(READY) ## JupyterLab in notebooks/
 	$(PYTHON) -m jupyterlab --notebook-dir=notebooks $(ARGS)
 
@@ -52,6 +55,9 @@ sanitize: $(READY) ## compute-sanitizer over every chapter, on a GPU
 
 check: $(READY) ## traffic and mistakes of a chapter, without a GPU: make check CHAPTER=05
 	@$(PYTHON) -m common.check $(CHAPTER) $(ARGS)
+
+experiments: $(READY) ## memory, bandwidth, atomics, forward against backward, on a GPU, for the notebooks
+	$(PYTHON) -m common.experiments $(ARGS)
 
 counters: $(READY) ## Nsight Compute's counters of three chapters, on a GPU, into notebooks/measurements/
 	$(PYTHON) -m common.counters $(ARGS)

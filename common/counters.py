@@ -61,7 +61,7 @@ class Counter:
 
 
 def _bytes_in(traffic: Traffic) -> int:
-    """What an ideal cache reads: everything read once, and the targets of the reductions, which L2 adds to."""
+    """What an ideal cache reads: everything read once, and the targets of reductions, which L2 adds to."""
     added = {(r.kernel, r.memory) for r in traffic.requests if r.operation == "atomic"}
     return sum(
         read + (written if (kernel, memory) in added else 0)

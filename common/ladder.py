@@ -305,7 +305,10 @@ def climb(
             if device.type == "cuda":
                 for rung in _run_sdpa(inputs, settings, device):
                     add(rung)
-    return Ladder(settings, machine(device), rungs)
+    facts = machine(device)
+    if device.type == "cuda":
+        facts["matmul_tflops"] = f"{timing.matmul_tflops(device, settings.torch_dtype):.0f}"
+    return Ladder(settings, facts, rungs)
 
 
 # ---------------------------------------------------------------------------- showing

@@ -59,3 +59,9 @@ def forward_flops(
 ) -> float:
     """4·B·H·Nq·Nk·d; half of it when causal."""
     return 0.4 * backward_flops(batch, num_heads, seqlen_q, seqlen_k, head_dim, is_causal)
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype, *, size: int = 8192) -> float:
+    """TFLOP/s of a [size, size] matrix product of random numbers: the practical peak of the card."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2.0 * size**3 / median_seconds(lambda: a @ b, device, warmup=3) / 1e12

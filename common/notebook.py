@@ -1,0 +1,239 @@
+"""What the notebooks show: sources, diffs, checks, ledgers, speeds. Each function returns what to display.
+
+What is the same on every machine (pass or fail, byte counts, formulas) is kept apart from what is not (times,
+errors, device names): the first is compared when the notebooks are tested, the second is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from IPython.display import Markdown
+
+from common import jit
+from common.chapters import Chapter, load_chapter
+from common.check import check_chapter, compare_outputs
+from common.diff import chapter_diff
+from common.formulas import Problem
+from common.ladder import Ladder, Rung, Settings, climb, machine
+from common.measurements import load_ladders
+
+# A ragged problem that the checker does in a second: two tiles and a bit.
+SMALL = Problem(1, 2, 70, 70, 64, torch.float32)
+BOOK = Problem(1, 1, 4096, 4096, 64, torch.float16)  # the book's N, one head
+_FENCE = "```"
+
+
+# ---------------------------------------------------------------- sources
+
+
+def _functions(source: str) -> dict[str, str]:
+    """Name → text of every function and struct of a kernel file, with the comment above it."""
+    found: dict[str, str] = {}
+    lines = source.splitlines()
+    i = 0
+    while i < len(lines):
+        line = lines[i]
+        starts = re.match(r"(__global__|__device__|struct |template|cudaError_t |void |int )", line)
+        if not starts:
+            i += 1
+            continue
+        end = i
+        while end < len(lines) and lines[end] not in ("}", "};") and not lines[end].endswith(("{}", "}")):
+            end += 1
+        text = "\n".join(lines[i : end + 1])
+        first = i
+        while first > 0 and lines[first - 1].startswith("//"):
+            first -= 1
+        head = text.split("{")[0]
+        name = re.search(r"struct (\w+)", head) or re.search(r"(\w+)\(const|(\w+)\([A-Z]|(\w+)\(", head)
+        if name is not None:
+            key = next(group for group in name.groups() if group)
+            if key == "__launch_bounds__":
+                key = re.search(r"(\w+)\((?:const )?\w+Params", head).group(1)
+            found[key] = "\n".join(lines[first : end + 1])
+        i = end + 1
+    return found
+
+
+def show(chapter: str | int, *names: str) -> Markdown:
+    """The source of functions and structs of a chapter's kernel; without names its header comment.
+
+    Raises ValueError, naming what there is.
+    """
+    info = load_chapter(chapter).info
+    source = info.kernel.read_text()
+    if not names:
+        text = source[: source.index("#include")].rstrip()
+    else:
+        functions = _functions(source)
+        missing = [name for name in names if name not in functions]
+        if missing:
+            raise ValueError(f"{info.name} has no {', '.join(missing)}; there are {', '.join(functions)}")
+        text = "\n\n".join(functions[name] for name in names)
+    return Markdown(f"`chapters/{info.name}/kernel.cu`\n\n{_FENCE}cpp\n{text}\n{_FENCE}")
+
+
+def show_diff(before: str | int, after: str | int, *, context: int = 2) -> Markdown:
+    """What a chapter changes in the one before it."""
+    lines = "\n".join(chapter_diff(before, after, context=context))
+    return Markdown(f"{_FENCE}diff\n{lines}\n{_FENCE}")
+
+
+# ---------------------------------------------------------------- checks
+
+
+def check_gradients(chapter: str | int, problem: Problem = SMALL) -> Markdown:
+    """Results against float64, within the error budget or not, full and causal, and the checker's findings.
+
+    Runs on the checked CPU device.
+    """
+    loaded = load_chapter(chapter)
+    rows = [
+        "| mask | " + " | ".join(_results(loaded)) + " | checker |",
+        "|---" * (len(_results(loaded)) + 2) + "|",
+    ]
+    for is_causal in (False, True):
+        masked = replace(problem, is_causal=is_causal)
+        report, inputs = check_chapter(loaded, masked)
+        cells = {c.name: "within budget" if c.ok else "**over budget**"
+                 for c in compare_outputs(loaded, masked, report, inputs)}  # fmt: skip
+        found = f"**{len(report.findings)} findings**" if report.findings else "nothing found"
+        shown = " | ".join(cells[name] for name in _results(loaded))
+        rows.append(f"| {'causal' if is_causal else 'full'} | {shown} | {found} |")
+    return Markdown("\n".join(rows))
+
+
+def show_errors(chapter: str | int, problem: Problem = SMALL) -> Markdown:
+    """The errors and budgets as numbers, which differ a little from machine to machine."""
+    loaded = load_chapter(chapter)
+    report, inputs = check_chapter(loaded, problem)
+    rows = ["| result | relative error | budget | worst element | its budget |", "|---|---:|---:|---:|---:|"]
+    rows += [
+        f"| {c.name} | {c.error:.1e} | {c.budget:.1e} | {c.worst:.1e} | {c.worst_budget:.1e} |"
+        for c in compare_outputs(loaded, problem, report, inputs)
+    ]
+    return Markdown("\n".join(rows))
+
+
+def _results(chapter: Chapter) -> tuple[str, ...]:
+    return ("dq", "dk", "dv") if chapter.has_backward else ("out", "lse")
+
+
+# ---------------------------------------------------------------- traffic
+
+
+def _formulas_of(chapter: Chapter):  # noqa: ANN202
+    formulas = chapter.info.formulas("backward" if chapter.has_backward else "forward")
+    if formulas is None:
+        raise ValueError(f"{chapter.name} has no formulas in its chapter.toml")
+    return formulas
+
+
+def ledger(chapter: str | int, problem: Problem = SMALL) -> Markdown:
+    """Bytes that the checker counted, tensor by tensor, beside what the chapter's formulas give."""
+    loaded = load_chapter(chapter)
+    formulas = _formulas_of(loaded)
+    report, _ = check_chapter(loaded, problem)
+    predicted = formulas.predict(problem)
+    counted = {**report.traffic.tensors, "shared": report.traffic.shared}
+    rows = ["| memory | read | written | atomics | formula |", "|---|---:|---:|---:|---|"]
+    for name, t in counted.items():
+        p = predicted.get(name)
+        same = p is not None and (t.read, t.written, t.atomics) == (p.read, p.written, p.atomics)
+        verdict = "equal" if same else f"**differs**: {p}"
+        rows.append(f"| `{name}` | {t.read:,} | {t.written:,} | {t.atomics or ''} | {verdict} |")
+    total = report.traffic.bytes
+    rows.append(
+        f"\n{report.what}: {total:,} bytes of global memory requested; atomics are numbers, not bytes."
+    )
+    return Markdown("\n".join(rows))
+
+
+def formula_table(chapter: str | int) -> Markdown:
+    """The chapter's traffic formulas as mathematics."""
+    return Markdown(_formulas_of(load_chapter(chapter)).latex())
+
+
+def predicted_bytes(chapter: str | int, problem: Problem = BOOK) -> dict[str, int]:
+    """Bytes by tensor that the formulas give, without running anything: read, written and added to."""
+    predicted = _formulas_of(load_chapter(chapter)).predict(problem)
+    return {name: t.bytes for name, t in predicted.items() if name != "shared"}
+
+
+# ---------------------------------------------------------------- speed
+
+
+def costs(
+    *chapters: str | int,
+    dtype: str = "bf16",
+    head_dim: int = 64,
+    seqlens: Sequence[int] = (1024, 4096),
+    is_causal: bool = False,
+) -> Markdown:
+    """Backward TFLOP/s of chapters and of PyTorch's SDPA, and their ratio to its FLASH backward.
+
+    On a GPU measured now, elsewhere the stored H200 measurements. TFLOP/s are 10·B·H·Nq·Nk·d over the time,
+    half of it when causal.
+    """
+    infos = [load_chapter(chapter).info for chapter in chapters]
+    if jit.cuda_problem() is None:
+        settings = Settings(
+            "cuda", dtype, 1, 1024 // head_dim, head_dim, tuple(seqlens), is_causal, None, 1.0
+        )
+        ladder, source = climb(settings, infos), "measured now"
+    else:
+        ladder, source = _stored(dtype, head_dim, is_causal), "stored measurement"
+    if ladder is None:
+        return Markdown("Nothing is stored for these sizes yet; a blank means not measured.")
+    names = [info.name for info in infos]
+    names += sorted({r.name for r in ladder.rungs if r.name.startswith("SDPA")})
+    heads = [f"N = {n}" for n in seqlens]
+    rows = ["| backward TFLOP/s | " + " | ".join(heads) + " |", "|---" + "|---:" * len(heads) + "|"]
+    for name in names:
+        rows.append(f"| {name} | " + " | ".join(_speed(ladder, name, n) for n in seqlens) + " |")
+    m = ladder.machine
+    peak = f"; its bf16 matrix product reaches {m['matmul_tflops']} TFLOP/s" if "matmul_tflops" in m else ""
+    mask = "causal" if is_causal else "full"
+    rows.append(
+        f"\n{source}: {m['device']}, {m['date']}, torch {m['torch']}; {dtype}, d = {head_dim}, "
+        f"{ladder.settings.heads} heads, {mask}{peak}. In brackets: relative to SDPA FLASH."
+    )
+    return Markdown("\n".join(rows))
+
+
+def _stored(dtype: str, head_dim: int, is_causal: bool) -> Ladder | None:
+    for ladder in load_ladders():
+        s = ladder.settings
+        if (s.dtype, s.head_dim, s.causal) == (dtype, head_dim, is_causal):
+            return ladder
+    return None
+
+
+def _speed(ladder: Ladder, name: str, seqlen: int) -> str:
+    def rung(of: str) -> Rung | None:
+        return next((r for r in ladder.rungs if (r.name, r.seqlen) == (of, seqlen)), None)
+
+    own, flash = rung(name), rung("SDPA FLASH")
+    if own is None or own.tflops is None:
+        return ""
+    ratio = f" ({flash.seconds / own.seconds:.3f} ×)" if flash and flash.seconds and own.seconds else ""
+    return f"{own.tflops:.2f}{ratio}"
+
+
+# ---------------------------------------------------------------- provenance
+
+
+def source_hash(chapter: str | int) -> str:
+    """Hash of the kernel file and the headers it includes. A stored notebook with another one is stale."""
+    info = load_chapter(chapter).info
+    return f"{info.name}: {jit.kernel_digest(info.kernel)}"
+
+
+def provenance() -> str:
+    """The machine and the versions that the outputs come from."""
+    device = torch.device("cuda" if jit.cuda_problem() is None else "cpu")
+    return ", ".join(f"{key} {value}" for key, value in machine(device).items())
