@@ -1,8 +1,9 @@
-"""How many tiles of S a causal backward pass visits."""
+"""Which tiles of S a causal backward pass visits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True)
@@ -33,3 +34,31 @@ def count_tiles(seqlen_q: int, seqlen_k: int, block_m: int, block_n: int, is_cau
         first_free = -(-max(last_key - offset, 0) // block_m) if is_causal else 0
         unmasked += max(seqlen_q // block_m - first_free, 0)
     return TileCount(num_m * num_n, visited, visited - unmasked)
+
+
+class TileState(Enum):
+    """What becomes of one tile of S."""
+
+    WHOLE = "visited, whole"
+    MASKED = "visited, masked"  # an element is hidden or past an end
+    SKIPPED = "skipped"  # every element is hidden
+
+
+def tile_states(
+    seqlen_q: int, seqlen_k: int, block_m: int, block_n: int, is_causal: bool
+) -> list[list[TileState]]:
+    """The state of each tile, [num_m_blocks][num_n_blocks]: what ``count_tiles`` counts."""
+    offset = seqlen_k - seqlen_q
+
+    def state(first_query: int, first_key: int) -> TileState:
+        last_query, last_key = first_query + block_m - 1, first_key + block_n - 1
+        if is_causal and first_key > last_query + offset:
+            return TileState.SKIPPED
+        hidden = is_causal and last_key > first_query + offset
+        ragged = last_query >= seqlen_q or last_key >= seqlen_k
+        return TileState.MASKED if hidden or ragged else TileState.WHOLE
+
+    return [
+        [state(first_query, first_key) for first_key in range(0, seqlen_k, block_n)]
+        for first_query in range(0, seqlen_q, block_m)
+    ]
