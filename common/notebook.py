@@ -6,8 +6,10 @@ errors, device names): the first is compared when the notebooks are tested, the 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,6 +27,13 @@ from common.measurements import load_ladders
 SMALL = Problem(1, 2, 70, 70, 64, torch.float32)
 BOOK = Problem(1, 1, 4096, 4096, 64, torch.float16)  # the book's N, one head
 _FENCE = "```"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps what builds print to stderr out of a cell's stored output: only a first run would have it."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 # ---------------------------------------------------------------- sources
