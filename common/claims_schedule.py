@@ -1,0 +1,449 @@
+"""Claims about order, skipping and what comes before the main loop: chapters 06 to 08.
+
+And those that wait for chapters 09 to 12, with what is known of them today.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+
+from common import experiments, timing
+from common.chapters import load_chapter, load_kernel
+from common.check import check_chapter
+from common.claims import CONDITION, FAILS, HOLDS, WAITS, Verdict, claim
+from common.formulas import Problem
+from common.inputs import random_inputs
+from common.jit import REPO_ROOT
+from common.measurements import load_ladders
+from common.tiles import TileState, count_tiles, tile_states
+
+SKELETON = "16.6"
+_HALF_TILE = 32  # kBlockM and kBlockN of chapters 05 to 08 at head_dim 64
+
+
+def _percent(part: Fraction | float) -> str:
+    return f"{100 * float(part):.1f} %"
+
+
+# The kernels that are checked. A check takes another path too: tests plant a mistake in a copy.
+_FORWARD, _DETERMINISTIC, _CAUSAL_SKIP, _PREPROCESS = (
+    REPO_ROOT / "chapters" / name / "kernel.cu"
+    for name in ("00_forward", "06_deterministic", "07_causal_skip", "08_preprocess_delta")
+)
+
+
+def _faster(before: str, after: str, is_causal: bool) -> str:
+    """Stored times of two chapters, bf16 and head_dim 64, or "" if there are none."""
+    for ladder in load_ladders():
+        s = ladder.settings
+        if (s.dtype, s.head_dim, s.causal) != ("bf16", 64, is_causal):
+            continue
+        pairs = [(n, ladder.rung(before, n), ladder.rung(after, n)) for n in sorted(s.seqlens)]
+        ratios = [
+            f"{a.seconds / b.seconds:.2f} × at N = {n}" for n, a, b in pairs
+            if a is not None and b is not None and a.seconds and b.seconds
+        ]  # fmt: skip
+        if ratios:
+            return (
+                f"{after} against {before}, bf16, d = 64, {'causal' if is_causal else 'full'}: faster by "
+                f"{', '.join(ratios)} ({ladder.machine['device']}, {ladder.machine['date']})"
+            )
+    return ""
+
+
+# ---------------------------------------------------------------- 8: the same bits on every run
+
+
+def accumulator_bytes(splits: int, batch: int, num_heads: int, seqlen_q: int, head_dim: int) -> int:
+    """Bytes of the fp32 accumulators of dQ: 4 · splits · B · H · Nq · d."""
+    return 4 * splits * batch * num_heads * seqlen_q * head_dim
+
+
+def our_splits(seqlen_k: int, block_n: int = _HALF_TILE, most: int = 8) -> int:
+    """Accumulators of chapter 06: one per block of keys, at most kMaxSplits."""
+    return min(math.ceil(seqlen_k / block_n), most)
+
+
+def fa2_splits(num_sms: int, batch: int, num_heads: int) -> int:
+    """Accumulators of FA2: as many blocks per head as fill the card."""
+    return math.ceil(num_sms / (batch * num_heads))
+
+
+def distinct_dqs(kernel: Path, deterministic: bool, schedules: Sequence[str | int]) -> int:
+    """How many different dQ, bit by bit, come out of as many orders of the blocks."""
+    x = random_inputs(1, 1, 40, 64, seqlen_k=512)
+    results: list[torch.Tensor] = []
+    for schedule in schedules:
+        chapter = load_kernel(kernel, schedule=schedule)
+        out, lse = chapter.forward(x.q, x.k, x.v)
+        dq, _, _ = chapter.backward(x.q, x.k, x.v, out, x.dout, lse, deterministic=deterministic)
+        if not any(torch.equal(dq, seen) for seen in results):
+            results.append(dq)
+    return len(results)
+
+
+@claim(
+    8,
+    "With `deterministic` every thread block adds to a dQ accumulator of its own and a convert kernel sums "
+    "them in a fixed order; that costs memory, and it is off by default",
+    source="§16.3.2, §16.8",
+    chapters=("06_deterministic",),
+)
+def deterministic_mode(kernel: Path = _DETERMINISTIC) -> Verdict:
+    """Bits of chapter 06 under several orders of its blocks, and the memory of both rules."""
+    schedules = ("in_order", 1, 2, 3)
+    with_flag, without = (distinct_dqs(kernel, flag, schedules) for flag in (True, False))
+    sizes = (1, 16, 4096, 64)
+    one = accumulator_bytes(1, *sizes)
+    ours, theirs = our_splits(4096), fa2_splits(132, 1, 16)
+    evidence = (
+        f"06 in {len(schedules)} orders of its blocks: "
+        f"{'one dQ, bit by bit' if with_flag == 1 else f'{with_flag} different dQ'}, with the flag; "
+        f"{'more than one' if without > 1 else 'one'} without. At B·H = 16, N = 4096, d = 64 one accumulator "
+        f"is {one / 2**20:.0f} MiB; 06 takes min(N/32, 8) = {ours} of them, FA2 ⌈SMs / (B·H)⌉ = {theirs} on "
+        f"a card of 132 SMs, and {fa2_splits(132, 1, 1)} if B·H = 1. FA2's bits therefore repeat on one card "
+        "at one batch and number of heads; 06's do so everywhere."
+    )
+    return Verdict(HOLDS if with_flag == 1 and without > 1 else FAILS, evidence)
+
+
+# ---------------------------------------------------------------- 14: hidden tiles
+
+
+@claim(
+    14,
+    "With a causal mask whole tiles are skipped, which saves nearly half of the work on long sequences",
+    source="§16.8",
+    chapters=("07_causal_skip",),
+)
+def causal_skipping(kernel: Path = _CAUSAL_SKIP) -> Verdict:
+    """Tiles of queries that chapter 07 loads, counted, against the tiles that exist."""
+    n, d = 256, 64
+    tiles = count_tiles(n, n, _HALF_TILE, _HALF_TILE, True)
+    report, _ = check_chapter(load_kernel(kernel), Problem(1, 1, n, n, d, torch.float32, is_causal=True))
+    loaded = Fraction(report.traffic.tensors["q"].read, _HALF_TILE * d * 4)
+    long = count_tiles(4096, 4096, _HALF_TILE, _HALF_TILE, True)
+    wide = count_tiles(512, 512, 128, 128, True)
+    uneven = count_tiles(1024, 4096, _HALF_TILE, _HALF_TILE, True)
+    evidence = (
+        f"07 loads {loaded} of {tiles.total} tiles of Q at N = {n} (counted). With T tiles a side it visits "
+        "(T + 1) / 2T of them, so the saved share is "
+        f"{_percent(1 - Fraction(tiles.visited, tiles.total))} at N = {n} and "
+        f"{_percent(1 - Fraction(long.visited, long.total))} at N = 4096 with tiles of 32; "
+        f"{_percent(1 - Fraction(wide.visited, wide.total))} at N = 512 with FA2's tiles of 128. With "
+        f"more keys than queries it is less: {_percent(1 - Fraction(uneven.visited, uneven.total))} "
+        "for 1024 queries and 4096 keys, because the mask is aligned at the bottom right."
+    )
+    if loaded != tiles.visited:
+        return Verdict(FAILS, evidence)
+    return Verdict(
+        CONDITION, evidence, "N is many tiles long and there are as many keys as queries",
+        measured=_faster("06_deterministic", "07_causal_skip", True),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- 19: without lse
+
+
+def lse_pass_bytes(problem: Problem, block_m: int = _HALF_TILE) -> int:
+    """Requested bytes of computing lse again: Q once, K once per tile of queries, lse written."""
+    p = problem
+    heads, e = p.batch * p.num_heads, p.dtype.itemsize
+    tiles = math.ceil(p.seqlen_q / block_m)
+    return heads * ((p.seqlen_q + tiles * p.seqlen_k) * p.head_dim * e + 4 * p.seqlen_q)
+
+
+@claim(
+    19,
+    "Without a stored LSE, backward has to redo the online softmax: one more complete walk over K",
+    source="§16.4, exercise 3",
+    chapters=("08_preprocess_delta",),
+)
+def without_lse(kernel: Path = _FORWARD) -> Verdict:
+    """The traffic of chapter 00 without V and O, which is what an lse-only pass needs."""
+    small = Problem(1, 1, 70, 70, 64, torch.float32)
+    report, _ = check_chapter(load_kernel(kernel), small)
+    t = report.traffic.tensors
+    counted = t["q"].read + t["k"].read + t["lse"].written
+    long = Problem(1, 1, 4096, 4096, 64, torch.float16)
+    extra, ideal = lse_pass_bytes(long), lse_pass_bytes(long, block_m=4096)
+    evidence = (
+        "A block sees one tile of a row at a time, and P needs the whole row's sum, so lse must be complete "
+        f"before the main loop. One head, N = 4096, d = 64, fp16: a pass that reads Q once and K once per 32 "
+        f"queries requests {extra / 1e6:.1f} MB ({lse_pass_bytes(long, 128) / 1e6:.1f} MB per 128 queries, "
+        f"{ideal / 1e6:.2f} MB from an ideal cache), against {4 * 4096 / 1e3:.1f} kB that forward writes. It "
+        f"also takes 2 N² d FLOPs, {_percent(Fraction(2, 10))} of the backward pass. The byte formula equals "
+        f"what the checker counts in 00 at N = 70{'' if counted == lse_pass_bytes(small) else ': NOT'}."
+    )
+    return Verdict(HOLDS if counted == lse_pass_bytes(small) else FAILS, evidence)
+
+
+# ---------------------------------------------------------------- 23: FA2's sources
+
+FA2_COMMIT = "0251105"
+FA2_FOLDER = "csrc/flash_attn/src"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A line of FA2 that the book points to. book: words that it quotes; seen: those of the line itself."""
+
+    file: str
+    line: int
+    book: str
+    seen: str
+
+
+# As read in https://github.com/Dao-AILab/flash-attention at FA2_COMMIT.
+FA2_REFERENCES = (
+    Reference(
+        "flash_bwd_kernel.h", 125,
+        "+ (!params.deterministic ? 0 : blockIdx.x * params.dq_accum_split_stride)",
+        "+ (!params.deterministic ? 0 : blockIdx.x * params.dq_accum_split_stride)",
+    ),
+    Reference("flash_bwd_kernel.h", 169, "Is_V_in_regs", "Is_V_in_regs"),
+    Reference(
+        "flash_bwd_kernel.h", 176,
+        "sP and sdQ share the same memory so be careful",
+        "sP and sdQ share the same memory so be careful",
+    ),
+    Reference(
+        "flash_bwd_kernel.h", 640,
+        "Need syncthreads since we're writing to the same sdO location",
+        "Need syncthreads since we're writing to the same sdO location",
+    ),
+    Reference(
+        "flash_bwd_kernel.h", 678,
+        "atomicAdd(&tdQgdQaccum(i), acc_dq(i));",
+        "atomicAdd(&tdQgdQaccum(i), acc_dq(i));",
+    ),
+    Reference("flash_bwd_preprocess_kernel.h", 25, "dot_do_o", "dot_do_o"),
+    Reference("flash_bwd_preprocess_kernel.h", 58, "compute_dot_do_o", "compute_dot_do_o"),
+    Reference("flash_bwd_preprocess_kernel.h", 185, "convert_dQ", "convert_dQ"),
+)  # fmt: skip
+FA2_MBARRIERS = 0  # occurrences of "mbarrier" in flash_bwd_kernel.h
+FA2_DEFAULT = "deterministic=False"  # in flash_attn/flash_attn_interface.py, every public function
+
+
+def references_missing_in(checkout: Path) -> list[str]:
+    """What of the above a checkout of FA2 does not have: file, line and the words that are missing there."""
+    missing = []
+    for r in FA2_REFERENCES:
+        lines = (checkout / FA2_FOLDER / r.file).read_text().splitlines()
+        if len(lines) < r.line or r.seen not in lines[r.line - 1]:
+            missing.append(f"{r.file}:{r.line}: {r.seen}")
+    if (checkout / FA2_FOLDER / "flash_bwd_kernel.h").read_text().count("mbarrier") != FA2_MBARRIERS:
+        missing.append("flash_bwd_kernel.h has mbarriers")
+    if FA2_DEFAULT not in (checkout / "flash_attn" / "flash_attn_interface.py").read_text():
+        missing.append(f"flash_attn_interface.py: {FA2_DEFAULT}")
+    return missing
+
+
+@claim(
+    23,
+    "Eight references to lines of FA2's sources; no mbarrier in its backward kernel; `deterministic=False`",
+    source="§16.3.2, §16.8",
+    chapters=("05_fp32_accum", "06_deterministic", "08_preprocess_delta"),
+)
+def fa2_references(references: Sequence[Reference] = FA2_REFERENCES) -> Verdict:
+    """The quoted words against the words at that line of the pinned commit."""
+    wrong = [f"{r.file}:{r.line}" for r in references if r.book != r.seen]
+    places: dict[str, list[int]] = {}
+    for r in references:
+        places.setdefault(r.file, []).append(r.line)
+    named = "; ".join(f"`{file}` {', '.join(map(str, lines))}" for file, lines in places.items())
+    if wrong:
+        return Verdict(FAILS, f"Not the quoted words at commit {FA2_COMMIT}: {', '.join(wrong)}.")
+    return Verdict(
+        HOLDS,
+        f"Under `{FA2_FOLDER}` at commit {FA2_COMMIT} the quoted words stand where the text says: {named}. "
+        f"`flash_bwd_kernel.h` has {FA2_MBARRIERS} mbarriers; the Python functions default to "
+        f"`{FA2_DEFAULT}`. One detail: line 176 matters "
+        "only on a path that is no longer launched, since blocks that run in parallel over keys add dQ from "
+        "registers.",
+    )
+
+
+# ---------------------------------------------------------------- 31: delta once
+
+
+@claim(
+    31,
+    "Computing D = rowsum(O ∘ dO) in the inner loop repeats it; a preprocess kernel computes it once and "
+    "the main loop reads it",
+    source="§16.2 against §16.8",
+    chapters=("08_preprocess_delta",),
+)
+def delta_once(before: Path = _CAUSAL_SKIP, after: Path = _PREPROCESS) -> Verdict:
+    """Bytes of O that chapters 07 and 08 read, counted, and the FLOPs that are repeated."""
+    n, d = 128, 64
+    problem = Problem(1, 1, n, n, d, torch.float32)
+    reports = [check_chapter(load_kernel(kernel), problem)[0] for kernel in (before, after)]
+    read = [report.traffic.tensors["out"].read for report in reports]
+    shared = [max(launch.shared_bytes for launch in report.launches) for report in reports]
+    once, blocks = n * d * 4, n // _HALF_TILE
+    share = Fraction(2 * 4096**2 * d, _HALF_TILE) / (10 * 4096**2 * d)
+    ratio = Fraction(read[0], max(read[1], 1))
+    evidence = (
+        f"At N = {n} 07 reads {read[0]:,} bytes of O, 08 {read[1]:,}: "
+        f"{ratio.numerator if ratio.denominator == 1 else float(ratio)} times less, once per block of 32 "
+        f"keys against once. A block needs {shared[1]:,} bytes of shared memory instead of {shared[0]:,} and "
+        "3 barriers a tile instead of 4; dO is read once more. The repeated FLOPs are 2 N² d / 32, only "
+        f"{_percent(share)} of the pass: what is saved is memory traffic, not arithmetic."
+    )
+    holds = read == [blocks * once, once] and shared[1] < shared[0]
+    return Verdict(
+        HOLDS if holds else FAILS, evidence,
+        measured=_faster("07_causal_skip", "08_preprocess_delta", False),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- what waits for chapters 09 to 12
+
+
+def _measured_ratios() -> str:
+    data = experiments.load("ratio")
+    if data is None:
+        return ""
+    parts = []
+    for head_dim in (64, 128):
+        for is_causal in (False, True):
+            ratios = [
+                r["backward_seconds"] / r["forward_seconds"] for r in data["rows"]
+                if (r["backend"], r["head_dim"], r["is_causal"]) == ("FLASH", head_dim, is_causal)
+            ]  # fmt: skip
+            if ratios:
+                mask = "causal" if is_causal else "full"
+                parts.append(f"d = {head_dim} {mask} {min(ratios):.2f} to {max(ratios):.2f}")
+    device = data["machine"]["device"]
+    return f"backward/forward time of SDPA FLASH, N from 512 to 16384: {'; '.join(parts)} ({device})"
+
+
+@claim(
+    13,
+    "Backward costs 2.5 times the FLOPs of forward, and about 2.9 times its time on an A100 (73 % and "
+    "63 % of the peak)",
+    source="§16.7",
+    chapters=("09_tensor_cores",),
+)
+def backward_over_forward() -> Verdict:
+    """The ratio of FLOPs exactly, and what SDPA's FLASH kernels take on the H200."""
+    sizes = (1, 1, 4096, 4096, 64, False)
+    flops = Fraction(timing.backward_flops(*sizes)) / Fraction(timing.forward_flops(*sizes))
+    time = flops * Fraction(73, 63)
+    if flops != Fraction(5, 2):
+        return Verdict(FAILS, f"The FLOP ratio is {flops}.")
+    return Verdict(
+        WAITS,
+        f"In FLOPs the ratio is exactly {flops.numerator}/{flops.denominator}: five products against two, "
+        f"2 N² d each. The estimate is 2.5 · 73/63 = {float(time):.2f}; the percentages are the best of each "
+        "pass, so the quotient need not belong to any one size.",
+        "09_tensor_cores",
+        measured=_measured_ratios(),
+    )
+
+
+@claim(
+    24,
+    "FA3 reaches about 740 TFLOP/s on an H100, 75 % of the peak, with mbarriers and warp specialization",
+    source="§16.8, §16.9",
+    chapters=("12_hopper",),
+)
+def fa3_speed() -> Verdict:
+    """What the number is a share of."""
+    return Verdict(
+        WAITS,
+        f"740 of 989 TFLOP/s (dense fp16 on an H100 SXM) are {_percent(Fraction(740, 989))}. It is FA3's "
+        "*forward* figure, so it says nothing yet about the backward pass of this chapter.",
+        "12_hopper",
+    )
+
+
+@claim(
+    25,
+    "The atomics of dQ and the larger need of shared memory are why backward does not fill the machine",
+    source="§16.7",
+    chapters=("10_async_pipeline", "11_warp_roles", "12_hopper"),
+)
+def why_backward_underfills() -> Verdict:
+    """How much work stands beside each atomic, and what the scalar chapters ask of shared memory."""
+    p = Problem(1, 1, 4096, 4096, 64, torch.bfloat16)
+    formulas = load_chapter("08_preprocess_delta").info.formulas("backward")
+    assert formulas is not None
+    traffic = formulas.predict(p)
+    flops = timing.backward_flops(1, 1, 4096, 4096, 64, False)
+    per_atomic = Fraction(int(flops), traffic["dq_accum"].atomics)
+    shared = traffic["shared"].read / flops
+    return Verdict(
+        WAITS,
+        f"Ablations need a kernel on tensor cores. Known: 08 makes one addition to dQ per {per_atomic} FLOPs "
+        f"(10 · kBlockN), and reads {shared:.1f} bytes of shared memory per FLOP, because each operand of a "
+        "scalar product comes from there. Its limit is shared memory, before any atomic.",
+        "10_async_pipeline",
+    )
+
+
+def _skipped_although_visible(seqlen_q: int, seqlen_k: int, block: int) -> tuple[int, int]:
+    """Tiles with a visible element, and those of them before the q_start of the skeleton."""
+    states = tile_states(seqlen_q, seqlen_k, block, block, True)
+    visible = [
+        (m, n) for m, row in enumerate(states) for n, state in enumerate(row) if state != TileState.SKIPPED
+    ]
+    return len(visible), sum(m * block < n * block for m, n in visible)
+
+
+@claim(
+    26,
+    "The kernel skeleton of §16.6, as printed",
+    source=f"§{SKELETON}",
+    chapters=("09_tensor_cores",),
+)
+def skeleton() -> Verdict:
+    """What has to change to make it work; the text itself calls it a sketch that does not compile."""
+    block, d = 64, 64
+    registers = 2 * block * d // 32
+    visible, skipped = _skipped_although_visible(512, 1024, block)
+    return Verdict(
+        WAITS,
+        "What it needs, as far as it can be counted today. An accumulator fragment has 4 values, that is two "
+        "`unsigned` of packed halves; its P and dS have one. dV and dK of a [64, 64] tile are "
+        f"{registers} registers a thread if every warp holds both in full, above the limit of 255, so warps "
+        f"must share them. `write_dK` gets no scale, though the comment asks for it: dK would be √d = "
+        f"{math.isqrt(d)} times too large at d = {d}. It has one N, and `q_start` is right for equal lengths "
+        f"only: with 512 queries and 1024 keys it skips {skipped} of {visible} tiles that have visible elements.",
+        "09_tensor_cores",
+    )
+
+
+def fa2_shared_bytes(head_dim: int, block_m: int, block_n: int, *, v_in_registers: bool) -> int:
+    """Shared memory of FA2's backward, 16-bit, Q in two buffers, by its kernel traits."""
+    q_do, kv = 3 * block_m * head_dim * 2, 2 * block_n * head_dim * 2
+    p_ds = 2 * block_m * block_n * 2
+    return q_do + (max(kv, kv // 2 + p_ds) if v_in_registers else kv + p_ds)
+
+
+@claim(
+    27,
+    "FA2 reuses shared memory three times: dS in V's place when V is in registers, dQ in P's place, the next "
+    "dO in the same buffer",
+    source="§16.8",
+    chapters=("10_async_pipeline",),
+)
+def buffer_reuses() -> Verdict:
+    """The bytes that the reuses save, from FA2's own sizes."""
+    sizes = (64, 64, 128)
+    plain, reused = (fa2_shared_bytes(*sizes, v_in_registers=flag) for flag in (False, True))
+    return Verdict(
+        WAITS,
+        "The three places exist (claim 23); each needs a barrier between the last reader and the first "
+        f"writer, which chapter 10 has to show. With V in registers FA2's tile of {sizes[1]} queries and "
+        f"{sizes[2]} keys at d = {sizes[0]} takes {reused // 1024} KiB instead of {plain // 1024}. dQ passes "
+        "through P's place only on a path that is no longer launched.",
+        "10_async_pipeline",
+    )

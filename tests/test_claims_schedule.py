@@ -1,0 +1,107 @@
+"""The claims of common/claims_schedule.py, and that their verdicts follow what the kernels do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from common import claims_schedule as schedule
+from common.claims import CONDITION, FAILS, HOLDS, WAITS, all_claims
+from common.jit import REPO_ROOT
+
+EXPECTED = {
+    8: HOLDS, 13: WAITS, 14: CONDITION, 19: HOLDS, 23: HOLDS, 24: WAITS, 25: WAITS, 26: WAITS, 27: WAITS,
+    31: HOLDS,
+}  # fmt: skip
+
+
+def planted(tmp_path: Path, chapter: str, old: str, new: str) -> Path:
+    source = (REPO_ROOT / "chapters" / chapter / "kernel.cu").read_text()
+    assert source.count(old) == 1
+    path = tmp_path / "planted.cu"
+    path.write_text(source.replace(old, new))
+    return path
+
+
+def test_verdicts() -> None:
+    found = {entry.number: entry.check() for entry in all_claims() if entry.number in EXPECTED}
+    assert {number: verdict.verdict for number, verdict in found.items()} == EXPECTED
+    for number, verdict in found.items():
+        assert verdict.evidence, number
+        assert bool(verdict.condition) == (verdict.verdict in (CONDITION, WAITS)), number
+
+
+@pytest.mark.skipif(
+    not (REPO_ROOT / "common" / "claims_storage.py").is_file(),
+    reason="claims of chapters 00 to 03 are not here",
+)
+def test_every_number_is_registered_once() -> None:
+    assert [entry.number for entry in all_claims()] == list(range(1, 32))
+
+
+def test_evidence_is_the_same_every_time() -> None:
+    for entry in all_claims():
+        if entry.number in EXPECTED:
+            assert entry.check().evidence == entry.check().evidence, entry.number
+
+
+def test_one_accumulator_for_all_is_not_deterministic(tmp_path: Path) -> None:
+    kernel = planted(tmp_path, "06_deterministic", "params.deterministic ? blockIdx.y : 0", "0")
+    assert schedule.deterministic_mode(kernel).verdict == FAILS
+
+
+def test_tiles_that_are_not_skipped_are_seen() -> None:
+    unskipped = REPO_ROOT / "chapters" / "06_deterministic" / "kernel.cu"
+    assert schedule.causal_skipping(unskipped).verdict == FAILS
+
+
+def test_a_forward_that_loads_k_twice_is_seen(tmp_path: Path) -> None:
+    line = "load_tile<kBlockN, kNumThreads>(smem.sK, k, params.k_strides.row, n_start, params.seqlen_k);"
+    kernel = planted(tmp_path, "00_forward", line, f"{line} {line}")
+    assert schedule.without_lse(kernel).verdict == FAILS
+
+
+def test_delta_in_the_main_loop_is_seen() -> None:
+    inside = REPO_ROOT / "chapters" / "07_causal_skip" / "kernel.cu"
+    assert schedule.delta_once(after=inside).verdict == FAILS
+
+
+def test_a_reference_with_other_words_is_seen() -> None:
+    first, *others = schedule.FA2_REFERENCES
+    moved = dataclasses.replace(first, seen="something else")
+    verdict = schedule.fa2_references([moved, *others])
+    assert verdict.verdict == FAILS
+    assert f"{first.file}:{first.line}" in verdict.evidence
+
+
+def test_references_can_be_looked_up_in_a_checkout(tmp_path: Path) -> None:
+    folder = tmp_path / schedule.FA2_FOLDER
+    folder.mkdir(parents=True)
+    for file in {r.file for r in schedule.FA2_REFERENCES}:
+        lines = [""] * 700
+        for r in schedule.FA2_REFERENCES:
+            if r.file == file:
+                lines[r.line - 1] = f"  {r.seen}"
+        (folder / file).write_text("\n".join(lines))
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text(f"    {schedule.FA2_DEFAULT},\n")
+    assert schedule.references_missing_in(tmp_path) == []
+    kernel = folder / "flash_bwd_kernel.h"
+    kernel.write_text("mbarrier\n" + kernel.read_text())
+    missing = schedule.references_missing_in(tmp_path)
+    assert len(missing) == 6  # five lines have moved, and there is an mbarrier
+
+
+@pytest.mark.parametrize(
+    ("seqlen_k", "splits"), [(1, 1), (33, 2), (256, 8), (4096, 8)], ids=lambda value: str(value)
+)
+def test_our_splits_are_those_of_the_kernel(seqlen_k: int, splits: int) -> None:
+    assert schedule.our_splits(seqlen_k) == splits
+
+
+def test_shared_memory_of_fa2_is_what_its_comments_say() -> None:
+    """Its launcher asks for 144 KiB before it takes the tiles without V in registers."""
+    assert schedule.fa2_shared_bytes(64, 128, 128, v_in_registers=False) == 144 * 1024
+    assert schedule.fa2_shared_bytes(128, 64, 128, v_in_registers=False) == 144 * 1024
