@@ -416,7 +416,7 @@ def skeleton() -> Verdict:
         f"{registers} registers a thread if every warp holds both in full, above the limit of 255, so warps "
         f"must share them. `write_dK` gets no scale, though the comment asks for it: dK would be √d = "
         f"{math.isqrt(d)} times too large at d = {d}. It has one N, and `q_start` is right for equal lengths "
-        f"only: with 512 queries and 1024 keys it skips {skipped} of {visible} tiles that have visible elements.",
+        f"only: with 512 queries and 1024 keys it skips {skipped} of {visible} visible tiles.",
         "09_tensor_cores",
     )
 
