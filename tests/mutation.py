@@ -69,6 +69,10 @@ HARMLESS = [
         "guard keeps out the NaN that an infinity in K or V would make of it",
     ),
     Harmless(
+        "01.*", "guard", r"col < num_keys \?",
+        "P is 0 where the mask hides the key, and so is its product with a finite dP",
+    ),
+    Harmless(
         "(?!03).*", "guard", r"col < num_cols", "only 03 loads tiles of a matrix that may be narrower"
     ),
 ]  # fmt: skip

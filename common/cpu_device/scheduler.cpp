@@ -223,11 +223,18 @@ cudaError_t remember(cudaError_t code, const std::string& text) {
 
 void finish_fiber(Worker& w);
 
+// What a kernel leaves uninitialised in registers or local memory reads as NaN.
+[[maybe_unused]] __attribute__((noinline)) void poison_stack() {
+  volatile unsigned char below[8 * 1024];
+  for (volatile unsigned char& byte : below) byte = kPoison;
+}
+
 // A stack may serve another OS thread for its next block. Not inlined, so that no address of a
 // thread-local variable survives from one block to the next.
 __attribute__((noinline)) void run_cuda_thread() {
   Worker& w = *worker;
   std::string error;
+  if constexpr (kChecked) poison_stack();
   try {
     w.launch->invoke(w.launch->closure);
   } catch (const std::exception& exception) {
