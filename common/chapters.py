@@ -345,7 +345,6 @@ class Chapter:
                 [_dense_rows(tensor) for tensor in (q, k, v)],
                 [out, lse, *statistics],
                 (scale, bool(is_causal)),
-                False,
             )
         return (out, lse, row_max, row_sum) if return_row_stats else (out, lse)
 
@@ -403,7 +402,6 @@ class Chapter:
                 [*(_dense_rows(tensor) for tensor in (q, k, v, out, dout)), lse.contiguous()],
                 [dq, dk, dv],
                 (scale, bool(is_causal), bool(deterministic)),
-                bool(deterministic),
             )
         return dq, dk, dv
 
@@ -413,12 +411,12 @@ class Chapter:
         inputs: list[Tensor],
         outputs: list[Tensor | None],
         options: tuple[float | bool, ...],
-        deterministic: bool,
     ) -> None:
         q, k = inputs[0], inputs[1]
+        is_causal, deterministic = options[1], kind == "backward" and options[2]
         library = self.library(q.dtype, q.shape[3], q.device)
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-        layout = _workspace(library, kind == "backward", sizes, bool(options[1]), deterministic)
+        layout = _workspace(library, kind == "backward", sizes, bool(is_causal), bool(deterministic))
         workspace = _uninitialised((layout.allocated_bytes,), q, torch.uint8)
         operator: Callable = getattr(library.ops, kind)
         if q.device.type == "cuda":
