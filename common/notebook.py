@@ -39,6 +39,11 @@ def quiet() -> Iterator[None]:
 # ---------------------------------------------------------------- sources
 
 
+def _is_whole(lines: Sequence[str]) -> bool:
+    text = "\n".join(lines)
+    return "{" in text and text.count("{") == text.count("}")
+
+
 def _functions(source: str) -> dict[str, str]:
     """Name → text of every function and struct of a kernel file, with the comment above it."""
     found: dict[str, str] = {}
@@ -51,7 +56,7 @@ def _functions(source: str) -> dict[str, str]:
             i += 1
             continue
         end = i
-        while end < len(lines) and lines[end] not in ("}", "};") and not lines[end].endswith(("{}", "}")):
+        while end + 1 < len(lines) and not _is_whole(lines[i : end + 1]):
             end += 1
         text = "\n".join(lines[i : end + 1])
         first = i
