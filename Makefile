@@ -6,6 +6,9 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 CLANG_FORMAT = $(PYTHON) -c 'import clang_format; clang_format.clang_format()'
 
+# A notebook is one unit of work (loadfile), run by the Python that runs the tests.
+NBVAL = --nbval --nbval-current-env --nbval-cell-timeout=300 -p no:cacheprovider
+
 # With a Python of your own nothing is installed.
 ifeq ($(PYTHON),$(VENV)/bin/python)
 READY := $(VENV)/.ready
@@ -39,8 +42,9 @@ notebooks: $(READY) ## execute all notebooks and store their outputs: make noteb
 lab: $(READY) ## JupyterLab in notebooks/
 	$(PYTHON) -m jupyterlab --notebook-dir=notebooks $(ARGS)
 
-test: $(READY) ## the tests, without the slow ones
+test: $(READY) ## the tests, without the slow ones, and every notebook against its stored outputs
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(ARGS)
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(NBVAL) notebooks
 
 test-slow: $(READY) ## only the slow tests
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadgroup -m slow $(ARGS)
