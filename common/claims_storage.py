@@ -582,11 +582,11 @@ def judge_gains(stored: dict[str, Any]) -> Verdict:
     right = min(ours[0], flash[0]) >= 2 and min(length, batch) >= 5
     return Verdict(
         CONDITION if right else FAILS,
-        f"With P recomputed, forward and backward together are {'' if right else 'not '}at least 2 times as "
-        f"fast on the H200, ours and PyTorch's, and batch and length can{'' if right else 'not'} be at least 5 "
-        f"times as large. The speedup levels off with N, the memory saved does not. {_predicted_gains()}",
+        f"With P recomputed, forward plus backward are {'' if right else 'not '}at least 2 times as "
+        f"fast on the H200, ours and PyTorch's, and batch and length can{'' if right else 'not'} be 5 "
+        f"times as large. Speed levels off with N, memory does not. {_predicted_gains()}",
         condition="read as 'at least'" if right else "",
-        measured=f"Forward and backward, N = {seqlens[0]} to {seqlens[-1]}, {stored['heads']} heads: 01 takes "
+        measured=f"Both passes, N = {seqlens[0]} to {seqlens[-1]}, {stored['heads']} heads: 01 takes "
         f"{ours[0]:.1f} to {ours[1]:.1f} times as long as 08; SDPA MATH {flash[0]:.1f} to {flash[1]:.1f} "
         f"times as long as FLASH, checkpointed {again[0]:.1f} to {again[1]:.1f}. From 01 to 08 the longest "
         f"sequence that fits grows {length:.0f} times, the batch at N = 4096 {batch:.0f} times.",
