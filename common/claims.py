@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from IPython.display import Markdown
@@ -76,8 +76,8 @@ def _row(entry: Claim, verdict: Verdict) -> str:
     return f"| {entry.number} | {entry.statement} ({entry.source}) | **{text}** | {verdict.evidence} |"
 
 
-def check_claims(*numbers: int) -> Markdown:
-    """Checks claims, all without numbers, and returns a table of verdicts and evidence.
+def verdicts(*numbers: int) -> list[tuple[Claim, Verdict]]:
+    """Checks claims, all without numbers.
 
     Raises ValueError for a number nobody has registered.
     """
@@ -87,16 +87,30 @@ def check_claims(*numbers: int) -> Markdown:
         raise ValueError(
             f"no claim {', '.join(map(str, sorted(missing)))}; there are {', '.join(map(str, known))}"
         )
+    return [(known[number], known[number].check()) for number in numbers or known]
+
+
+def claims_table(found: Iterable[tuple[Claim, Verdict]]) -> Markdown:
+    """Statements, verdicts and evidence."""
     rows = ["| # | what the text says | verdict | evidence |", "|---:|---|---|---|"]
-    rows += [_row(known[number], known[number].check()) for number in numbers or known]
+    return Markdown("\n".join(rows + [_row(entry, verdict) for entry, verdict in found]))
+
+
+def measured_table(found: Iterable[tuple[Claim, Verdict]]) -> Markdown:
+    """What was measured, of the claims that have something."""
+    rows = ["| # | measured |", "|---:|---|"]
+    rows += [f"| {entry.number} | {verdict.measured} |" for entry, verdict in found if verdict.measured]
     return Markdown("\n".join(rows))
+
+
+def check_claims(*numbers: int) -> Markdown:
+    """Checks claims, all without numbers, and returns a table of verdicts and evidence.
+
+    Raises ValueError for a number nobody has registered.
+    """
+    return claims_table(verdicts(*numbers))
 
 
 def measured_evidence(*numbers: int) -> Markdown:
     """What the claims' checks found on this machine, or in the stored measurements: times and rates."""
-    known = {entry.number: entry for entry in all_claims()}
-    rows = ["| # | measured |", "|---:|---|"]
-    for number in numbers or known:
-        if text := known[number].check().measured:
-            rows.append(f"| {number} | {text} |")
-    return Markdown("\n".join(rows))
+    return measured_table(verdicts(*numbers))
