@@ -7,6 +7,7 @@ errors, device names): the first is compared when the notebooks are tested, the 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ import torch
 from IPython.display import Markdown
 
 from common import jit
-from common.chapters import Chapter, load_chapter
+from common.chapters import Chapter, load_chapter, load_kernel
 from common.check import check_chapter, compare_outputs
 from common.diff import chapter_diff
 from common.formulas import Problem
@@ -135,6 +136,25 @@ def show_errors(chapter: str | int, problem: Problem = SMALL) -> Markdown:
 
 def _results(chapter: Chapter) -> tuple[str, ...]:
     return ("dq", "dk", "dv") if chapter.has_backward else ("out", "lse")
+
+
+def edited_kernel(chapter: str | int, old: str, new: str = "") -> Chapter:
+    """A copy of a chapter's kernel with one text replaced, to see what breaks; the chapter stays as it is.
+
+    The copy lies under ``out/``, in a folder named after what it contains, so that it is built once only.
+    Raises ValueError if ``old`` does not occur exactly once.
+    """
+    info = load_chapter(chapter).info
+    source = info.kernel.read_text()
+    if source.count(old) != 1:
+        raise ValueError(f"{old!r} occurs {source.count(old)} times in {info.name}, not once")
+    edited = source.replace(old, new)
+    digest = hashlib.sha256(edited.encode()).hexdigest()[:12]
+    path = jit.REPO_ROOT / "out" / "edited" / f"{info.name}-{digest}" / "edited.cu"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(edited)
+    return load_kernel(path)
 
 
 # ---------------------------------------------------------------- traffic

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from common import list_chapters
-from common.notebook import quiet, show
+from common import list_chapters, load_chapter
+from common.notebook import edited_kernel, quiet, show
 
 
 @pytest.mark.parametrize("name", [info.name for info in list_chapters()])
@@ -27,3 +27,13 @@ def test_quiet_hides_what_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> 
     with quiet():
         print("Building", file=sys.stderr)
     assert capsys.readouterr().err == ""
+
+
+def test_a_kernel_is_edited_in_a_copy() -> None:
+    source = load_chapter("01_naive").info.kernel.read_text()
+    kernel = edited_kernel("01_naive", "  // partial[0] is complete")
+    assert kernel.info.kernel.read_text() == source.replace("  // partial[0] is complete", "")
+    assert kernel.info.kernel == edited_kernel("01_naive", "  // partial[0] is complete").info.kernel
+    assert load_chapter("01_naive").info.kernel.read_text() == source
+    with pytest.raises(ValueError, match="0 times in 01_naive"):
+        edited_kernel("01_naive", "no such text")
