@@ -22,7 +22,7 @@ from common.claims import CONDITION, FAILS, HOLDS, WAITS, Verdict, claim
 from common.formulas import Problem
 from common.inputs import Inputs, random_inputs
 from common.measurements import load_ladders
-from common.reference import Gradients, compare, reference_gradients
+from common.reference import Comparison, Gradients, compare, reference_gradients
 from common.report import Report
 
 _SMALL = Problem(1, 1, 70, 70, 64, torch.float32)  # two tiles of 32 and a bit
@@ -109,13 +109,13 @@ def off_centre_inputs(mean: float, dtype: torch.dtype, seqlen: int = 70) -> Inpu
     return Inputs(x.q, x.k + 1.0, x.v + mean, x.dout)
 
 
-def gradient_errors(chapter: str | int, x: Inputs, *, is_causal: bool = False) -> dict[str, float]:
-    """Errors of dq, dk and dv on the CPU device: Frobenius norm, relative to float64."""
+def gradient_comparisons(chapter: str | int, x: Inputs) -> dict[str, Comparison]:
+    """dq, dk and dv of one chapter on the CPU device, compared with float64."""
     loaded = load_chapter(chapter)
-    out, lse = loaded.forward(x.q, x.k, x.v, is_causal=is_causal)
-    grads = loaded.backward(x.q, x.k, x.v, out, x.dout, lse, is_causal=is_causal)
-    found = compare(Gradients(out, lse, *grads), x.q, x.k, x.v, x.dout, is_causal=is_causal)
-    return {c.name: c.error for c in found if c.name in ("dq", "dk", "dv")}
+    out, lse = loaded.forward(x.q, x.k, x.v)
+    grads = loaded.backward(x.q, x.k, x.v, out, x.dout, lse)
+    found = compare(Gradients(out, lse, *grads), x.q, x.k, x.v, x.dout)
+    return {c.name: c for c in found if c.name in ("dq", "dk", "dv")}
 
 
 def tile_gradients(
@@ -409,7 +409,9 @@ def check_share_of_saved() -> Verdict:
 def delta_error_ratios(means: Sequence[float], dtype: torch.dtype) -> list[float]:
     """Error of dq in chapter 02, which takes delta from O, over that in 01, which takes it from P."""
     inputs = [off_centre_inputs(mean, dtype) for mean in means]
-    return [gradient_errors("02_tiled", x)["dq"] / gradient_errors("01_naive", x)["dq"] for x in inputs]
+    chapters = ("02_tiled", "01_naive")
+    pairs = [[gradient_comparisons(chapter, x)["dq"].error for chapter in chapters] for x in inputs]
+    return [from_o / from_p for from_o, from_p in pairs]
 
 
 def exact_deltas() -> tuple[list[Fraction], list[Fraction]]:
@@ -431,12 +433,16 @@ def check_two_deltas() -> Verdict:
     if from_p != from_o:
         return Verdict(FAILS, "They differ in exact fractions.")
     ratios = {d: delta_error_ratios((4.0,), d)[0] for d in (torch.float32, torch.float16, torch.bfloat16)}
-    costs = min(ratios[torch.float16], ratios[torch.bfloat16]) > 5
+    costs = min(ratios[torch.float16], ratios[torch.bfloat16]) > 5 and ratios[torch.float32] < 2
     return Verdict(
         CONDITION if costs else HOLDS,
         "Equal in exact fractions. On the machine O is rounded to its dtype before delta is taken from it: "
-        f"with values of mean 4, dq of chapter 02 (from O) is {'over' if costs else 'not'} 5 times as far "
-        "off as dq of 01 (from P) in fp16 and bf16; in fp32 it loses nothing.",
+        "with values of mean 4, dq of chapter 02 (from O) "
+        + (
+            "is more than 5 times as far off as dq of 01 (from P) in fp16 and bf16; in fp32 it loses nothing."
+            if costs
+            else "is not much farther off than dq of 01 (from P)."
+        ),
         condition="O is not rounded, or rounded to fp32" if costs else "",
         measured="Error of dq in 02 over 01, mean 4: "
         + ", ".join(f"{str(d).removeprefix('torch.')} {r:.1f} ×" for d, r in ratios.items()),
@@ -542,9 +548,10 @@ def check_move_or_recompute() -> Verdict:
     )
     return Verdict(
         CONDITION if plausible else FAILS,
-        f"Only the {', '.join(below)} is below 3 TB/s ({H100_PCIE.bandwidth / 1e12:.3g}); the SXM card has "
-        f"{H100_SXM.bandwidth / 1e12:.3g}. There, one head, fp16, data-sheet rates, {rows}. The times grow "
-        f"with N²; their ratio, {short[0] / short[1]:.1f} or {short[0] / short[2]:.1f}, does not.",
+        f"The SXM card has {H100_SXM.bandwidth / 1e12:.3g} TB/s, the PCIe card "
+        f"{H100_PCIE.bandwidth / 1e12:.3g}: below 3 is {' and '.join(below)}. On the SXM card, one head, "
+        f"fp16, data-sheet rates, {rows}. The times grow with N²; their ratio, {short[0] / short[1]:.1f} or "
+        f"{short[0] / short[2]:.1f}, does not.",
         condition="one head of N ≈ 4096 is meant" if plausible else "",
     )
 
@@ -644,8 +651,7 @@ def scale_placements(scale: Fraction = Fraction(1, 8)) -> dict[str, tuple[Exact,
 
 @claim(
     28,
-    "The scale is applied nowhere (§16.2), to dK when it is written (§16.6), to dQ by the convert kernel "
-    "(§16.3), or to dS (second text)",
+    "The scale is applied nowhere, to dQ by the convert kernel, to dK when it is written, or to dS",
     source="§16.2, §16.3, §16.6, second text",
     chapters=("02_tiled", "05_fp32_accum"),
 )
