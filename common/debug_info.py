@@ -9,6 +9,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 from elftools.dwarf.die import DIE
@@ -103,10 +104,10 @@ def _shape_of(die: DIE | None) -> tuple[tuple[int, ...], int]:
 
 
 @lru_cache(maxsize=64)
-def dynamic_shared_variables(library: Path, kernel: str) -> tuple[SharedVariable, ...]:
-    """The members of the struct that ``kernel`` takes from ``dynamic_smem<T>()``, in order of their offset.
+def dynamic_shared_variables(library: Path, kernel: str, size: int = 0) -> tuple[SharedVariable, ...]:
+    """What ``kernel`` takes from ``dynamic_smem<T>()``: the members of the struct T, in order of offset.
 
-    Empty if the kernel takes none, or an array of scalars.
+    If T is a scalar or a vector, the one array "shared" that fills ``size`` bytes. Empty if it takes none.
     """
     with library.open("rb") as file:
         elf = ELFFile(file)
@@ -124,8 +125,12 @@ def dynamic_shared_variables(library: Path, kernel: str) -> tuple[SharedVariable
                 if die.tag == "DW_TAG_inlined_subroutine":
                     used |= _origins_within(die, kernel)
         chosen = [struct for offset, struct in types.items() if offset in used] or list(types.values())
-        if not chosen or chosen[0].tag not in ("DW_TAG_structure_type", "DW_TAG_class_type"):
+        if not chosen:
             return ()
+        if not any(_is_array(member) for member in chosen[0].iter_children()):
+            _, item_bytes = _shape_of(chosen[0])
+            n = size // item_bytes
+            return (SharedVariable("shared", 0, n * item_bytes, (n,), item_bytes),) if n else ()
         variables = []
         for member in chosen[0].iter_children():
             if member.tag != "DW_TAG_member" or "DW_AT_data_member_location" not in member.attributes:
@@ -137,6 +142,41 @@ def dynamic_shared_variables(library: Path, kernel: str) -> tuple[SharedVariable
             offset = member.attributes["DW_AT_data_member_location"].value
             variables.append(SharedVariable(_name_of(member), offset, size, shape, item_bytes))
         return tuple(variables)
+
+
+def _is_array(die: DIE) -> bool:
+    kind = _type_of(die) if die.tag == "DW_TAG_member" else None
+    return kind is not None and kind.tag == "DW_TAG_array_type"
+
+
+@lru_cache(maxsize=64)
+def static_shared_variable(library: Path, offset: int) -> SharedVariable | None:
+    """The ``__shared__`` array, or scalar, that lies ``offset`` bytes into the library's thread-local block.
+
+    None if debug information has none.
+    """
+    with library.open("rb") as file:
+        elf = ELFFile(file)
+        if not elf.has_dwarf_info():
+            return None
+        for unit in elf.get_dwarf_info().iter_CUs():
+            for die in unit.iter_DIEs():
+                if die.tag != "DW_TAG_variable" or _thread_local_offset(die) != offset:
+                    continue
+                while "DW_AT_type" not in die.attributes and "DW_AT_abstract_origin" in die.attributes:
+                    die = die.get_DIE_from_attribute("DW_AT_abstract_origin")
+                shape, item_bytes = _shape_of(_type_of(die))
+                return SharedVariable(_name_of(die), 0, prod(shape) * item_bytes, shape, item_bytes)
+    return None
+
+
+def _thread_local_offset(die: DIE) -> int | None:
+    location = die.attributes.get("DW_AT_location")
+    expression = location.value if location is not None and location.form == "DW_FORM_exprloc" else []
+    constant, push_tls_address = 0x0E, (0x9B, 0xE0)
+    if len(expression) != 10 or expression[0] != constant or expression[9] not in push_tls_address:
+        return None
+    return int.from_bytes(bytes(expression[1:9]), "little")
 
 
 def _origins_within(call: DIE, kernel: str) -> set[int]:

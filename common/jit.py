@@ -72,7 +72,14 @@ _CHECKED_GCC = [
     "-fno-reorder-blocks-and-partition",
     "-fno-guess-branch-probability",
 ]
-_CHECKED_CLANG = ["-mllvm", "-disable-block-placement", "-mllvm", "-tsan-instrument-read-before-write"]
+_CHECKED_CLANG = ["-fno-unroll-loops"]
+for _option in (
+    "-disable-block-placement",
+    "-disable-licm-promotion",
+    "-enable-gvn-memdep=0",  # a load stays one although the last turn of a loop stored the value
+    "-tsan-instrument-read-before-write",
+):
+    _CHECKED_CLANG += ["-mllvm", _option]
 _LIBRARY_FLAGS = ["-U_FORTIFY_SOURCE", "-g1"]
 _CUDA_FLAGS = [
     "-O3",
@@ -421,13 +428,17 @@ def runtime_link_flags(device_library: Path, *, checked: bool = False) -> list[s
     """Linker flags of a library that runs on ``load_cpu_device``'s."""
     folder = shlex.quote(str(device_library.parent))
     # A kernel's own memcpy and memset are accesses too, which the compiler does not announce.
-    wraps = ["-Wl,--wrap=memcpy", "-Wl,--wrap=memset"] if checked else []
+    wraps = [f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset")] if checked else []
     return [f"-L{folder}", f"-l:{device_library.name}", f"-Wl,-rpath,{folder}", *wraps]
 
 
-def checked_flags(optimize: str = "-O1") -> list[str]:
-    """Compiler flags of a checked build. What it counts does not depend on ``optimize``."""
-    return [optimize, *_CHECKED_FLAGS, *(_CHECKED_CLANG if _is_clang() else _CHECKED_GCC)]
+def checked_flags(optimize: str = "-O1", *, clang: bool | None = None) -> list[str]:
+    """Compiler flags of a checked build. What it counts does not depend on ``optimize``.
+
+    ``clang``: for clang or for GCC; by default for the compiler that builds use.
+    """
+    clang = _is_clang() if clang is None else clang
+    return [optimize, *_CHECKED_FLAGS, *(_CHECKED_CLANG if clang else _CHECKED_GCC)]
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:

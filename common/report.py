@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from common.arena import Log, Memory
-from common.debug_info import dynamic_shared_variables, frames_of
+from common.debug_info import dynamic_shared_variables, frames_of, static_shared_variable
 from common.traffic import SHARED, Barriers, Location, Requests, Traffic, location_of
 
 
@@ -116,8 +116,8 @@ class _Reader:
             if library:
                 self.libraries[int(number)] = Path(library)
         self.arrays = {
-            (int(launch), int(i)): (name, int(size))
-            for launch, i, name, size in self.records.get("array", [])
+            (int(launch), int(i)): (int(offset), name, int(size))
+            for launch, i, offset, name, size in self.records.get("array", [])
         }
         self.places = self._find_places()
 
@@ -211,7 +211,8 @@ class _Reader:
             size,
             block,
             thread,
-            other,
+            other_block,
+            other_thread,
             count,
             text,
         ) = fields
@@ -223,23 +224,25 @@ class _Reader:
         at = f"at {where}" if where is not None and where.line > 0 else "somewhere"
         who = f"thread ({thread}) of block ({block})"
         if tool == "racecheck":
-            message = _race_message(
-                what, target, where, other_where, who, _party(other, self.launches[launch])
-            )
+            message = _race_message(what, target, where, other_where, who, other_block, other_thread)
         elif tool == "initcheck":
             verb = "adds to" if what == "atomic" else "reads"
             message = f"{who} {verb} {target} {at}, which nothing has written before"
         elif what == "misaligned":
             message = f"{who} accesses {size} bytes of {target} {at}, whose address is no multiple of {size}"
         elif what == "memset":
-            message = f"a memset of {size} bytes goes past the end of {target}"
+            begins = f"it begins at {target} and goes past its end" if int(region) > 0 else target
+            message = f"a memset of {size} bytes is out of bounds: {begins}"
+        elif what == "memset of an input":
+            message = f"a memset of {size} bytes writes to {target}, which is an input"
         elif what == "write to an input":
             message = f"{who} writes to {target} {at}, which is an input"
         elif tool == "memcheck" and what in ("read", "write", "atomic"):
             verb = {"read": "reads", "write": "writes", "atomic": "adds to"}[what]
             message = f"{who} {verb} {size} bytes {at}, out of bounds: {target}"
         else:
-            message = f"{who}: {text}" + (f" ({at})" if where is not None and str(where) not in text else "")
+            named = where is None or where.line == 0 or str(where) in text
+            message = f"{who}: {text}" + ("" if named else f" ({at})")
         if int(count) > 1:
             message += f" ({int(count):,} times)"
         return Finding(
@@ -266,7 +269,7 @@ class _Reader:
                 return memory.name, None, self._gap(memory, offset)
             return memory.name, index, memory.name + _brackets(index)
         if region < 0:
-            return self._shared_target(launch, kernel, region, offset)
+            return self._shared_target(launch, kernel, region, offset, size)
         if not self.memories:
             return None, None, "no tensor is near"
         if size == 0:
@@ -277,26 +280,36 @@ class _Reader:
         )
         end = nearest.offset + nearest.span * nearest.dtype.itemsize
         distance = nearest.offset - offset if offset < nearest.offset else offset - end
-        if distance > 1 << 24:
+        if distance > 1 << 22:  # the largest gap of an arena
             return None, None, "the address is in no tensor, scratch part or shared array"
-        side = "before the start" if offset < nearest.offset else "past the end"
-        how_far = f"{distance:,} bytes" if distance > 0 else "just"
-        return nearest.name, None, f"{how_far} {side} of {_shaped(nearest)}"
+        if offset < nearest.offset:
+            return nearest.name, None, f"{distance:,} bytes before the start of {_shaped(nearest)}"
+        return nearest.name, None, _past_end(distance, _shaped(nearest))
 
     def _gap(self, memory: Memory, offset: int) -> str:
         return f"between two rows of {_shaped(memory)}, {offset:,} bytes from its start"
 
     def _shared_target(
-        self, launch: int, kernel: str, region: int, offset: int
+        self, launch: int, kernel: str, region: int, offset: int, access: int
     ) -> tuple[str, tuple[int, ...] | None, str]:
         if region < -1:
-            mangled, size = self.arrays[launch, -2 - region]
+            start, mangled, size = self.arrays[launch, -2 - region]
             name = _array_name(mangled)
-            return name, None, f"{name}, shared, {offset} bytes from the start of its {size}"
+            if offset < 0:
+                return name, None, f"{-offset:,} bytes before the start of {name}, shared"
+            if offset + access > size:
+                return name, None, _past_end(offset - size, f"{name}, {size:,} bytes, shared")
+            static = static_shared_variable(self.libraries[launch], start)
+            if static is None:
+                return name, None, f"{name}, shared, {offset} bytes from the start of its {size}"
+            index = static.index(offset)
+            return name, index, name + "".join(f"[{i}]" for i in index)
         size = self.launches[launch].shared_bytes
-        if offset >= size:
-            return SHARED, None, f"{offset - size} bytes past the end of the {size:,} bytes of shared memory"
-        for variable in dynamic_shared_variables(self.libraries[launch], kernel):
+        if offset < 0:
+            return SHARED, None, f"{-offset:,} bytes before the start of the block's shared memory"
+        if offset + access > size:
+            return SHARED, None, _past_end(offset - size, f"the {size:,} bytes of shared memory")
+        for variable in dynamic_shared_variables(self.libraries[launch], kernel, size):
             if variable.offset <= offset < variable.offset + variable.bytes:
                 index = variable.index(offset)
                 return variable.name, index, variable.name + "".join(f"[{i}]" for i in index)
@@ -307,33 +320,27 @@ _RACES = {
     "read after write": "is written at {first} by {other} and read at {second} by {who}",
     "write after read": "is read at {first} by {other} and overwritten at {second} by {who}",
     "write after write": "is written at {first} by {other} and at {second} by {who}",
-    "two blocks write": "is written by two blocks, {other} at {first} and {who} at {second}",
-    "one block reads, another writes": "is read by one block and written by another: {other} at {first}, "
-    "{who} at {second}",
-    "one block reads, another adds": "is read by one block and added to by another: {other} at {first}, "
-    "{who} at {second}",
-    "one block writes, another adds": "is written by one block and added to by another: {other} at {first}, "
-    "{who} at {second}",
+    "two blocks write": "is written by two blocks, at {first} by {other} and at {second} by {who}",
+    "one block reads, another writes": "is read at {first} by {other} and written at {second} by {who}",
+    "one block reads, another adds": "is read at {first} by {other} and added to at {second} by {who}",
+    "one block writes, another adds": "is written at {first} by {other} and added to at {second} by {who}",
 }
 
 
 def _race_message(
-    what: str, target: str, where: Location | None, other_where: Location | None, who: str, other: str
+    what: str,
+    target: str,
+    where: Location | None,
+    other_where: Location | None,
+    who: str,
+    other_block: str,
+    other_thread: str,
 ) -> str:
+    within = "after" in what  # one block
+    other = f"thread ({other_thread})" + ("" if within else f" of block ({other_block})")
     text = _RACES[what].format(first=other_where, second=where, other=other, who=who)
-    end = "with no barrier between" if "after" in what else "and nothing orders the blocks of a launch"
+    end = "with no barrier between" if within else "and nothing orders the blocks of a launch"
     return f"{target} {text}, {end}"
-
-
-def _party(text: str, launch: Launch) -> str:
-    """A thread counted through its block, "thread 37", as "thread (5,1,0)"; likewise a block of the grid."""
-    if not text:
-        return ""
-    kind, number = text.split()
-    extents = launch.block if kind == "thread" else launch.grid
-    n = int(number)
-    x, y, z = n % extents[0], n // extents[0] % extents[1], n // (extents[0] * extents[1])
-    return f"{kind} ({x},{y},{z})"
 
 
 def _site(text: str) -> Location | None:
@@ -341,6 +348,13 @@ def _site(text: str) -> Location | None:
         return None
     file, _, line = text.rpartition(":")
     return Location(Path(file), int(line))
+
+
+def _past_end(distance: int, memory: str) -> str:
+    """Where an access begins that goes past an end, or begins there."""
+    if distance == 0:
+        return f"just past the end of {memory}"
+    return f"{abs(distance):,} bytes {'past' if distance > 0 else 'before'} the end of {memory}"
 
 
 def _brackets(index: tuple[int, ...] | None) -> str:

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "device_types.h"
 #include "scheduler.h"
@@ -21,7 +22,7 @@ namespace checker {
 // Whether a check is under way: between cpu_device_check_begin() and cpu_device_check_end().
 bool active();
 
-void start_launch(const Library& library, const std::string& kernel,
+void start_launch(const Library& library, const void* kernel, const std::string& name,
                   const cudaLaunchConfig_t& config, const void* closure, size_t closure_bytes);
 void end_launch();
 void start_block(uint64_t block);
@@ -32,27 +33,43 @@ void enter_thread(int thread, const char* stack, size_t stack_bytes);
 // Every thread of the block has arrived at a block barrier.
 void pass_barrier(Site site);
 // The lanes `lanes` of the warp that starts at thread `first` have met; a __syncwarp orders memory, the
-// other warp operations only let the lanes go on together.
-void pass_warp_op(int first, unsigned lanes, bool orders_memory, Site site);
-// A lane received the value of a lane that its shuffle's mask does not name, or that has returned.
-void read_absent_lane(int source, Site site);
+// other warp operations only let the lanes go on together. `returned`: lanes that the mask names, but that
+// have returned.
+void pass_warp_op(int first, unsigned lanes, unsigned returned, bool orders_memory, Site site);
+// `thread` received the value of a lane that its shuffle's mask does not name, or that has returned.
+void read_absent_lane(int source, uint3 thread, Site site);
+
+// Whether the checker is at work that the time limit of a block must not cut short. It then ends the block
+// itself, soon after.
+bool postpone_time_limit();
 
 // The lanes `full` of the warp that starts at thread `first` wait for space in their logs, the others cannot
 // go on before them. Returns the lanes that have space again, at least one.
 unsigned make_log_space(int first, unsigned full);
 
 // A barrier, shuffle or crash that ended the block; `kind` is one of compute-sanitizer's tools or "error".
-void report(const char* kind, const std::string& text, Site site);
+// `instruction`: where it happened, if no site is known.
+void report(const char* kind, const std::string& text, Site site, const void* instruction);
 
 // An access that the compiler does not announce: an atomic, a vector, a copy.
 void access_atomic(const void* address, size_t bytes, const void* return_address);
-void memset_device(const void* address, size_t bytes);
+// Returns whether the memset is one that may be done.
+bool memset_device(const void* address, size_t bytes);
+
+// A backward jump of a library's machine code, `last`, and where it goes, as offsets in the library.
+struct Loop {
+  uint32_t first, last;
+};
+// In order of `last`. Empty if there is no objdump.
+const std::vector<Loop>& loops_of(const Library& library);
 
 }  // namespace checker
 
 // By the scheduler, for the checker: ends the block of the running thread for a finding that is already
-// reported, and lets the other threads of its warp catch up until there is space in its log.
+// reported, or for its time limit; and lets the other threads of its warp catch up until there is space in its
+// log.
 [[noreturn]] void abandon_checked_block();
+[[noreturn]] void abandon_late_block();
 void wait_for_log_space();
 
 }  // namespace cpu_device

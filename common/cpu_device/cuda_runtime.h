@@ -39,8 +39,14 @@
 // of other functions not share one.
 #define CPU_DEVICE_STRING(x) CPU_DEVICE_STRING_OF(x)
 #define CPU_DEVICE_STRING_OF(x) #x
-#define __shared__ \
+#define CPU_DEVICE_SHARED \
   thread_local __attribute__((section("fa2_shared." CPU_DEVICE_STRING(__COUNTER__))))
+#ifdef CPU_DEVICE_CHECKED
+// Apart, so that what runs past the end of an array does not land in the next, unless it fills its space.
+#define __shared__ CPU_DEVICE_SHARED __attribute__((aligned(256)))
+#else
+#define __shared__ CPU_DEVICE_SHARED
+#endif
 
 enum cudaError_t {
   cudaSuccess = 0,

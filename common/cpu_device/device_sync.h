@@ -26,11 +26,13 @@ int lane_id();
 
 template <typename T>
 T shuffle(WarpOp op, unsigned mask, T value, int source, Site site) {
-  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 8, "a shuffle moves up to 8 bytes");
+  // Not trivially copyable: in a checked build, vectors announce their copies.
+  static_assert(std::is_trivially_destructible_v<T> && sizeof(T) <= 8,
+                "a shuffle moves up to 8 bytes");
   uint64_t bits = 0;
   __builtin_memcpy(&bits, &value, sizeof(T));
   bits = warp_exchange(op, mask, bits, source, site);
-  __builtin_memcpy(&value, &bits, sizeof(T));
+  __builtin_memcpy(static_cast<void*>(&value), &bits, sizeof(T));
   return value;
 }
 

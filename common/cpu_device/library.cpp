@@ -69,6 +69,12 @@ bool is_shared_array(const std::string& mangled, const std::string& section) {
   return name.find(">(") != std::string::npos;
 }
 
+// A local variable of function _Zxyz is called _ZZxyzE....
+bool is_local_variable(const SharedArray& array, const Library::Function& function) {
+  if (function.name.size() < 3) return false;
+  return array.name.rfind("_ZZ" + function.name.substr(2) + "E", 0) == 0;
+}
+
 Library read_library(const Located& located) {
   Library library;
   library.path = located.path.empty() ? "/proc/self/exe" : located.path;
@@ -91,12 +97,21 @@ Library read_library(const Located& located) {
       if (type == STT_TLS) {
         const std::string section = section_names + sections[symbol.st_shndx].sh_name;
         if (is_shared_array(name, section)) {
-          library.shared_arrays.push_back({size_t(symbol.st_value), size_t(symbol.st_size), name});
+          library.shared_arrays.push_back(
+              {size_t(symbol.st_value), size_t(symbol.st_size), name, 0});
+        } else if (name.rfind("_ZGV", 0) == 0 || name == "__tls_guard") {
+          library.guards.push_back(size_t(symbol.st_value));
         }
       } else if (type == STT_FUNC) {
-        library.functions.push_back(
-            {uintptr_t(located.base + symbol.st_value), size_t(symbol.st_size), name});
+        library.functions.push_back({uintptr_t(located.base + symbol.st_value),
+                                     size_t(symbol.st_size), name,
+                                     ELF64_ST_BIND(symbol.st_info) == STB_LOCAL});
       }
+    }
+  }
+  for (SharedArray& array : library.shared_arrays) {
+    for (const Library::Function& function : library.functions) {
+      if (function.is_local && is_local_variable(array, function)) array.owner = function.address;
     }
   }
   return library;
@@ -126,12 +141,9 @@ std::string Library::function_name(const void* address) const {
 size_t Library::static_shared_bytes(const void* address) const {
   const Function* function = find(address);
   if (function == nullptr) return 0;
-  // A local variable of function _Zxyz is called _ZZxyzE....
-  const std::string prefix =
-      "_ZZ" + function->name.substr(std::min<size_t>(2, function->name.size())) + "E";
   size_t bytes = 0;
   for (const SharedArray& array : shared_arrays) {
-    if (array.name.rfind(prefix, 0) == 0) bytes += array.bytes;
+    if (is_local_variable(array, *function)) bytes += array.bytes;
   }
   return bytes;
 }

@@ -199,11 +199,12 @@ cudaError_t remember(cudaError_t code, const std::string& text) {
 // Records the error and leaves the running fiber for good. Its destructors do not run. `tool` is the one of
 // compute-sanitizer that finds this kind of error, "error" if none does, null if it is already reported.
 [[noreturn]] void abandon_block(cudaError_t code, const std::string& text,
-                                const char* tool = "error", Site site = {}) {
+                                const char* tool = "error", Site site = {},
+                                const void* instruction = nullptr) {
   Worker& w = *worker;
   w.in_fiber = false;
   if constexpr (kChecked) {
-    if (tool != nullptr) checker::report(tool, text, site);
+    if (tool != nullptr) checker::report(tool, text, site, instruction);
   }
   {
     const std::lock_guard<std::mutex> lock(w.launch->mutex);
@@ -365,14 +366,20 @@ bool try_complete_warp_op(Worker& w, const Fiber& fiber) {
   const int last = std::min(first + 32, int(w.fibers.size()));
   const WarpOp op = fiber.op;
   const unsigned mask = fiber.mask;
-  unsigned lanes = 0;
+  unsigned lanes = 0, returned = 0;
   for (int i = last - 1; i >= first; --i) {
     const Fiber& other = w.fibers[i];
-    if ((mask >> (i - first) & 1u) == 0 || other.state == State::done) continue;
+    if ((mask >> (i - first) & 1u) == 0) continue;
+    if (other.state == State::done) {
+      returned |= 1u << (i - first);
+      continue;
+    }
     if (other.state != State::at_warp_op || other.op != op || other.mask != mask) return false;
     lanes |= 1u << (i - first);
   }
-  if constexpr (kChecked) checker::pass_warp_op(first, lanes, op == WarpOp::sync, fiber.site);
+  if constexpr (kChecked) {
+    checker::pass_warp_op(first, lanes, returned, op == WarpOp::sync, fiber.site);
+  }
   unsigned ballot = 0;
   for (int i = first; i < last; ++i) {
     if ((lanes >> (i - first) & 1u) && w.fibers[i].value != 0) ballot |= 1u << (i - first);
@@ -389,7 +396,9 @@ bool try_complete_warp_op(Worker& w, const Fiber& fiber) {
         lane.result =
             lanes >> lane.source & 1u ? w.fibers[first + lane.source].value : ~uint64_t(0);
         if constexpr (kChecked) {
-          if ((lanes >> lane.source & 1u) == 0) checker::read_absent_lane(lane.source, lane.site);
+          if ((lanes >> lane.source & 1u) == 0) {
+            checker::read_absent_lane(lane.source, lane.index, lane.site);
+          }
         }
         break;
       case WarpOp::ballot: lane.result = ballot; break;
@@ -487,9 +496,22 @@ int timer_signal() {
   return SIGRTMIN + 7;
 }
 
+// Where the program was when a signal came.
+const void* instruction_of(void* context) {
+  [[maybe_unused]] const auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+  return reinterpret_cast<const void*>(machine.gregs[REG_RIP]);
+#elif defined(__aarch64__)
+  return reinterpret_cast<const void*>(machine.pc);
+#else
+  return nullptr;
+#endif
+}
+
 void on_fault(int signal, siginfo_t* info, void* context) {
   if (worker != nullptr && worker->in_fiber) {
     char text[160];
+    const char* tool = "error";
     const char* guard = worker->current().stack->base;
     const char* address = static_cast<const char*>(info->si_addr);
     if (address >= guard && address < guard + kGuardBytes) {
@@ -500,13 +522,15 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     } else if (signal == SIGILL) {
       std::snprintf(text, sizeof(text), "illegal instruction");
     } else if (address == nullptr && info->si_code == SI_KERNEL) {
+      tool = "memcheck";
       std::snprintf(text, sizeof(text),
                     "invalid access to memory, far outside of every address in use");
     } else {
+      tool = "memcheck";
       std::snprintf(text, sizeof(text), "invalid access to memory at address 0x%zx%s",
                     reinterpret_cast<size_t>(address), address == nullptr ? " (null pointer)" : "");
     }
-    abandon_block(cudaErrorIllegalAddress, text, "memcheck");
+    abandon_block(cudaErrorIllegalAddress, text, tool, {}, instruction_of(context));
   }
   // Not ours: hand it to whoever was there before.
   for (size_t i = 0; i < std::size(kFaults); ++i) {
@@ -523,15 +547,22 @@ void on_fault(int signal, siginfo_t* info, void* context) {
   }
 }
 
-void on_timer(int, siginfo_t*, void*) {
-  if (worker == nullptr || !worker->in_fiber) return;
-  if (seconds() - worker->block_start < block_timeout_seconds) return;
+[[noreturn]] void report_time_limit() {
   char text[160];
   std::snprintf(text, sizeof(text),
                 "the block has not ended after %g s (endless loop?); the limit is "
                 "FA2_CPU_BLOCK_TIMEOUT seconds",
                 block_timeout_seconds.load());
   abandon_block(cudaErrorLaunchTimeout, text);
+}
+
+void on_timer(int, siginfo_t*, void*) {
+  if (worker == nullptr || !worker->in_fiber) return;
+  if (seconds() - worker->block_start < block_timeout_seconds) return;
+  if constexpr (kChecked) {
+    if (checker::postpone_time_limit()) return;
+  }
+  report_time_limit();
 }
 
 class SignalGuard {
@@ -789,6 +820,10 @@ void abandon_checked_block() {
   abandon_block(cudaErrorIllegalAddress, "invalid access to memory", nullptr);
 }
 
+void abandon_late_block() {
+  report_time_limit();
+}
+
 void wait_for_log_space() {
   Worker& w = *worker;
   w.current().state = State::log_full;
@@ -850,7 +885,8 @@ cudaError_t launch_grid(const void* kernel, const cudaLaunchConfig_t& config,
   if (launch.schedule != kParallel) num_workers = 1;
   if constexpr (kChecked) {
     if (checker::active()) num_workers = 1;
-    checker::start_launch(*launch.library, launch.kernel_name, config, closure, closure_bytes);
+    checker::start_launch(*launch.library, kernel, launch.kernel_name, config, closure,
+                          closure_bytes);
   }
   std::vector<std::thread> threads;
   for (unsigned i = 1; i < num_workers; ++i) threads.emplace_back(run_worker, &launch);
@@ -927,7 +963,13 @@ cudaError_t cudaFree(void* pointer) {
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
-  if constexpr (cpu_device::kChecked) cpu_device::checker::memset_device(pointer, bytes);
+  if constexpr (cpu_device::kChecked) {
+    if (!cpu_device::checker::memset_device(pointer, bytes)) {
+      return remember(cudaErrorInvalidValue, "invalid argument: a memset of " +
+                                                 std::to_string(bytes) +
+                                                 " bytes that are not one tensor's to write");
+    }
+  }
   std::memset(pointer, value, bytes);
   return cudaSuccess;
 }

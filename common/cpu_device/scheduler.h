@@ -30,6 +30,8 @@ struct SharedArray {
   size_t offset;  // in the library's thread-local block
   size_t bytes;
   std::string name;  // mangled
+  uintptr_t
+      owner;  // the function of the library that declares it, or 0: inlined wherever it is called
 };
 
 // What is read once from the library that a kernel lives in.
@@ -38,10 +40,14 @@ struct Library {
   uintptr_t base = 0;  // where it is loaded
   size_t tls_module = 0;
   std::vector<SharedArray> shared_arrays;
+  // Offsets of the bytes that tell whether a thread-local variable was initialised: GCC has one for each
+  // array of a class, also where nothing is to be done.
+  std::vector<size_t> guards;
   struct Function {
     uintptr_t address;
     size_t bytes;
     std::string name;
+    bool is_local;  // no other library can call it
   };
   std::vector<Function> functions;
 

@@ -5,10 +5,13 @@
 // these functions are our own. Each does two things:
 //   1. Looks the address up. Every element of device memory and every word of shared memory has a cell that
 //      remembers who touched it last; from it follow races, reads of what was never written, and which bytes
-//      were touched at all. None of it depends on the order in which the CPU device runs threads and blocks.
+//      were touched at all. None of it depends on the order in which the CPU device runs threads and blocks:
+//      a race is found whoever comes first, and a read of nothing that turns out to race with the write is a
+//      race.
 //   2. Appends (instruction, address) to the thread's log. At a barrier the logs of a warp's lanes are merged
 //      into warp requests: the lanes step together, those at the lowest instruction first, as a GPU's lanes
-//      do. A request of 32 lanes then tells 32-byte sectors and bank conflicts.
+//      do; at the end of a loop they wait for those that are still within. A request of 32 lanes then tells
+//      32-byte sectors and bank conflicts.
 //
 // A check runs on one OS thread, so nothing here is locked.
 #include "../checker.h"
@@ -39,41 +42,79 @@ constexpr uintptr_t kSectorBytes = 32;
 constexpr uintptr_t kNumBanks = 32, kBankBytes = 4;
 constexpr uintptr_t kPageBytes = 256;  // regions start on different pages
 constexpr size_t kMaxArenaBytes = size_t(1) << 31;
-constexpr size_t kLogEntries = 4096;   // of one thread
-constexpr size_t kMaxFindings = 1000;  // different ones
-constexpr int kOutside = 0;            // no region
-constexpr int kDynamicShared = -1;     // static array i is kDynamicShared - 1 - i
+constexpr uintptr_t kMaxLibraryBytes = 1 << 26;  // a log entry has 26 bits for an instruction
+constexpr size_t kLogEntries = 4096;             // of one thread
+constexpr size_t kMaxFindings = 1000;            // different ones
+constexpr uint32_t kAtLoopEnd = 63;              // in place of size and kind
+constexpr uintptr_t kNearShared = 1 << 16;       // so far from an array an access may be one of its
+constexpr int kOutside = 0;                      // no region
+constexpr int kDynamicShared = -1;               // static array i is kDynamicShared - 1 - i
 
 // ---------------------------------------------------------------- what is remembered of a location
 
 // Within one block. `interval` counts the stretches between block barriers, over all blocks of the check:
-// accesses of different threads in one interval are ordered only by __syncwarp.
-struct Cell {
-  uint32_t write_interval = 0, write_pc = 0, write_clock = 0;
-  uint16_t write_thread = 0;
-  bool write_is_atomic = false;
-  // Readers of one warp, as a set of lanes, and one reader of another warp.
-  uint32_t read_interval = 0, read_pc = 0, read_clock = 0, read_lanes = 0;
-  uint16_t read_warp = 0, other_thread = 0;
-  uint32_t other_interval = 0, other_pc = 0;
+// accesses of different threads in one interval are ordered only by __syncwarp. `step` counts a thread's
+// accesses in its interval: of two that race, the one with fewer steps is called the first.
+constexpr uint16_t kNobody = 0xffff;
+
+// Threads that did the same in one interval: those of one warp as a set of lanes, and one of another warp.
+struct Group {
+  uint32_t interval = 0, pc = 0, clock = 0, lanes = 0, step = 0;
+  uint16_t warp = 0, other_thread = kNobody;
+  uint32_t other_pc = 0, other_step = 0;
 };
 
-struct SharedCell {
+struct Cell {
+  uint32_t write_interval = 0, write_pc = 0, write_clock = 0, write_step = 0;
+  uint16_t write_thread = 0;
+  Group readers;
+  uint32_t adders = 0;          // number of a group in state.adders; 0 is none
+  uint32_t raced_interval = 0;  // in which a race was found
+};
+
+template <typename T>
+std::vector<T> repeated(const std::vector<T>& cells, size_t times) {
+  std::vector<T> result;
+  result.reserve(cells.size() * times);
+  for (const T& cell : cells) result.insert(result.end(), times, cell);
+  return result;
+}
+
+struct alignas(64) SharedCell {  // one cache line
   Cell cell;
-  uint64_t written_block = 0;  // serial number of the block that wrote it last
+  uint32_t written_block = 0;  // serial number of the block that wrote it last
+};
+
+// Shared memory has a cell for every 4 bytes, until a kernel touches smaller pieces: two 16-bit numbers in one
+// word are two locations.
+struct SharedMemory {
+  size_t bytes = 0;
+  int log2_unit = 2;
+  std::vector<SharedCell> cells;
+
+  explicit SharedMemory(size_t bytes) : bytes(bytes), cells((bytes + 3) / 4) {}
+
+  void refine(int log2_smaller) {
+    cells = repeated(cells, size_t(1) << (log2_unit - log2_smaller));
+    log2_unit = log2_smaller;
+  }
+};
+
+// A block of the launch, counted from 1 (0 is none), and the thread and instruction of it that was seen.
+struct Visitor {
+  uint32_t block = 0, pc = 0;
+  uint16_t thread = 0;
 };
 
 // Between the blocks of a launch nothing is ordered.
 struct GlobalCell {
   Cell cell;
   bool is_valid = true, is_written = false;
-  // What the blocks of one launch did. Numbers of blocks count from 1; 0 is none.
+  // What the blocks of one launch did. Of readers and adders two different blocks are kept.
   struct {
     uint32_t launch = 0;
-    bool is_read = false, is_changed = false;
-    uint32_t reader = 0, reader_pc = 0, other_reader = 0, other_reader_pc = 0;
-    uint32_t writer = 0, writer_pc = 0;
-    uint32_t adder = 0, adder_pc = 0, other_adder = 0;
+    bool is_read = false, is_changed = false, has_raced = false;
+    Visitor reader, other_reader, writer, adder, other_adder;
   } blocks;
 };
 
@@ -81,10 +122,16 @@ struct Region {
   std::string name;
   uintptr_t offset;  // of its first byte in the arena
   size_t bytes;
-  int item_bytes;
+  size_t item_bytes;
   bool is_read_only;
+  size_t cell_bytes;  // an element's, until a kernel touches smaller pieces
   std::vector<GlobalCell> cells;
   uint64_t unique_read = 0, unique_written = 0;  // bytes, by this launch
+
+  void refine(size_t smaller) {
+    cells = repeated(cells, cell_bytes / smaller);
+    cell_bytes = smaller;
+  }
 };
 
 // ---------------------------------------------------------------- what is reported
@@ -109,7 +156,7 @@ struct Observation {
   uint64_t offset = 0;  // of the byte in its region
   int bytes = 0;
   uint3 block{}, thread{};
-  std::string other;  // the other thread or block of a race
+  uint3 other_block{}, other_thread{};  // of a race
   std::string text;
   uint64_t count = 1;
   int launch = 0;
@@ -120,19 +167,33 @@ using FindingKey = std::tuple<std::string, std::string, uint32_t, uint32_t, int,
 struct Log {
   std::vector<uint64_t> entries;
   uint64_t* end = nullptr;
+  uint32_t num_drained = 0;  // merged since the last block barrier
+  uint32_t last_meta = 0;  // of the entry merged last, since the thread last met others; 0 is none
+};
+
+// A read of memory that nothing had written. If the write comes later in the same interval (for device
+// memory: in the same launch) and nothing orders the two, the mistake is the race, which is reported.
+struct ReadOfNothing {
+  int region;
+  uint64_t offset;
+  uint32_t interval;
+  Observation finding;
 };
 
 // ---------------------------------------------------------------- the state of the check
 
 // What a hook needs, together.
 struct Now {
-  bool recording = false;  // a fiber runs, and a check is under way
-  uintptr_t shared, arena, arena_bytes, stack, stack_bytes, code;
-  uint64_t *log, *log_limit;
+  // Of the fiber that runs; no bytes while none does. Another OS thread may meanwhile run host code of a
+  // checked library: what is not called on this stack is not the kernel's.
+  uintptr_t stack, stack_bytes;
+  uintptr_t shared, arena, arena_bytes, code;
+  uint64_t *log, *log_start, *log_limit;
+  uint32_t num_drained;  // entries that left the running thread's log
   uint32_t interval;
   uint16_t thread, warp, lane;
   uint32_t* clocks;  // of the running thread: how far it knows each lane of its warp to be
-  uint64_t block;    // serial number in the check
+  uint32_t block;    // serial number in the check
   uint32_t block_in_launch;
 } now;
 
@@ -141,16 +202,19 @@ struct State {
   std::string output;  // finished records
   std::vector<Region> regions;
   std::vector<uint16_t> pages;  // region of each page of the arena
-  std::vector<SharedCell> dynamic_shared;
-  std::vector<std::vector<SharedCell>> static_shared;
+  SharedMemory dynamic_shared{kMaxSharedBytes};
+  std::vector<SharedMemory> static_shared;
+  std::vector<Group> adders;  // threads that added to one cell; the first is none
 
   const Library* library = nullptr;
+  uintptr_t kernel = 0;
+  const std::vector<Loop>* loops = nullptr;
   uintptr_t closure = 0, closure_bytes = 0;
   uintptr_t static_base = 0;
   int launch = 0;
   int num_threads = 0;
   size_t dynamic_bytes = 0;
-  uint64_t block_serial = 0;
+  uint32_t block_serial = 0;
   uint32_t interval = 0;
   std::vector<Log> logs;
   std::vector<uint32_t> clocks;  // [thread][lane of its warp]
@@ -162,7 +226,17 @@ struct State {
 
   std::vector<Observation> findings;
   std::map<FindingKey, size_t> finding_of;
+  std::vector<ReadOfNothing> reads_of_nothing;
 } state;
+
+// While the checker allocates memory, the time limit of a block must not end it: it would leave by longjmp.
+volatile int num_busy = 0;
+volatile bool is_late = false;
+
+struct Busy {
+  Busy() { num_busy = num_busy + 1; }
+  ~Busy() { num_busy = num_busy - 1; }
+};
 
 uint32_t pc_of(const void* return_address) {
   return uint32_t(reinterpret_cast<uintptr_t>(return_address) - now.code);
@@ -177,6 +251,7 @@ std::string text_of(uint3 v) {
 }
 
 void add_finding(Observation finding) {
+  const Busy busy;
   finding.launch = state.launch;
   const FindingKey key{finding.tool,   finding.what,   finding.pc,  finding.other_pc,
                        finding.region, finding.launch, finding.site};
@@ -190,20 +265,33 @@ void add_finding(Observation finding) {
   }
 }
 
-void found(const char* tool, const char* what, uint32_t pc, int region, uint64_t offset, int bytes,
-           uint32_t other_pc = 0, const std::string& other = "") {
+uint3 thread_index(int thread) {
+  return {thread % blockDim.x, thread / blockDim.x % blockDim.y,
+          thread / (blockDim.x * blockDim.y)};
+}
+
+uint3 block_index(uint32_t block) {
+  return {block % gridDim.x, block / gridDim.x % gridDim.y, block / gridDim.x / gridDim.y};
+}
+
+Observation observe(const char* tool, const char* what, uint32_t pc, int region, uint64_t offset,
+                    size_t bytes) {
   Observation finding;
   finding.tool = tool;
   finding.what = what;
   finding.pc = pc;
-  finding.other_pc = other_pc;
   finding.region = region;
   finding.offset = offset;
-  finding.bytes = bytes;
+  finding.bytes = int(bytes);
   finding.block = blockIdx;
   finding.thread = threadIdx;
-  finding.other = other;
-  add_finding(std::move(finding));
+  return finding;
+}
+
+void found(const char* tool, const char* what, uint32_t pc, int region, uint64_t offset,
+           size_t bytes) {
+  const Busy busy;
+  add_finding(observe(tool, what, pc, region, offset, bytes));
 }
 
 // ---------------------------------------------------------------- races
@@ -213,118 +301,210 @@ bool is_after(int thread, uint32_t clock) {
   return thread / kWarpSize == now.warp && now.clocks[thread % kWarpSize] >= clock;
 }
 
+uint32_t step_of_now() {
+  return now.num_drained + uint32_t(now.log - now.log_start);
+}
+
+// An access of another thread, or block, that the running thread's is not ordered with.
 struct Conflict {
   const char* what = nullptr;
   uint32_t pc = 0;
   int thread = 0;
+  bool is_first = true;  // it, and not the running thread's
+  uint32_t block = 0;    // of the launch, counted from 1; 0 is the running thread's
 };
+
+void found_race(const Conflict& conflict, uint32_t pc, int region, uint64_t offset, size_t bytes) {
+  const Busy busy;
+  Observation finding = observe("racecheck", conflict.what, pc, region, offset, bytes);
+  finding.other_pc = conflict.pc;
+  finding.other_block = conflict.block == 0 ? blockIdx : block_index(conflict.block - 1);
+  finding.other_thread = thread_index(conflict.thread);
+  if (!conflict.is_first) {
+    std::swap(finding.pc, finding.other_pc);
+    std::swap(finding.block, finding.other_block);
+    std::swap(finding.thread, finding.other_thread);
+  }
+  add_finding(std::move(finding));
+}
+
+// A thread of the group that the running thread is not ordered with, in `conflict`.
+void find_unordered(const Group& group, Conflict& conflict, uint32_t& step) {
+  int thread = kNobody;
+  if (group.warp != now.warp) {
+    thread = group.warp * kWarpSize + __builtin_ctz(group.lanes);
+  } else {
+    for (unsigned lanes = group.lanes & ~(1u << now.lane); lanes != 0; lanes &= lanes - 1) {
+      const int lane = now.warp * kWarpSize + __builtin_ctz(lanes);
+      if (!is_after(lane, group.clock)) thread = lane;
+    }
+  }
+  const bool is_other = thread == kNobody;
+  if (is_other && group.other_thread == kNobody) return;
+  conflict.thread = is_other ? group.other_thread : thread;
+  conflict.pc = is_other ? group.other_pc : group.pc;
+  step = is_other ? group.other_step : group.step;
+  conflict.what = "";
+}
+
+void add_to_group(Group& group, uint32_t pc) {
+  const uint32_t clock = now.clocks[now.lane];
+  if (group.interval != now.interval) {
+    group = {now.interval, pc, clock, 1u << now.lane, step_of_now(), now.warp, kNobody, 0, 0};
+  } else if (group.warp == now.warp) {
+    bool all_before = clock > group.clock;
+    for (unsigned lanes = group.lanes; all_before && lanes != 0; lanes &= lanes - 1) {
+      all_before = is_after(now.warp * kWarpSize + __builtin_ctz(lanes), group.clock);
+    }
+    if (all_before) group.lanes = 0;
+    // Of different clocks the smallest is kept: a race may go unseen, none is made up.
+    group.clock = all_before ? clock : std::min(group.clock, clock);
+    group.lanes |= 1u << now.lane;
+    group.pc = pc;
+    group.step = step_of_now();
+  } else if (group.other_thread == kNobody) {
+    group.other_thread = now.thread;
+    group.other_pc = pc;
+    group.other_step = step_of_now();
+  }
+}
+
+Group& adders_of(Cell& cell) {
+  if (cell.adders == 0) {
+    const Busy busy;
+    cell.adders = uint32_t(state.adders.size());
+    state.adders.emplace_back();
+  }
+  return state.adders[cell.adders];
+}
 
 // Records an access of the running thread; returns the access of another thread of the block that it is not
 // ordered with, if there is one and one of the two writes.
 Conflict record(Cell& cell, Kind kind, uint32_t pc) {
   Conflict conflict;
-  const uint32_t clock = now.clocks[now.lane], interval = now.interval;
-  if (cell.write_interval == interval && cell.write_thread != now.thread &&
-      !(kind == kAtomic && cell.write_is_atomic) &&
+  uint32_t step = 0;
+  bool other_reads = false;
+  if (cell.write_interval == now.interval && cell.write_thread != now.thread &&
       !is_after(cell.write_thread, cell.write_clock)) {
-    conflict = {kind == kRead ? "read after write" : "write after write", cell.write_pc,
-                cell.write_thread};
+    conflict = {"", cell.write_pc, cell.write_thread};
+    step = cell.write_step;
   }
-  if (kind != kRead) {
-    if (cell.read_interval == interval) {
-      int reader = -1;
-      if (cell.read_warp != now.warp) {
-        reader = cell.read_warp * kWarpSize + __builtin_ctz(cell.read_lanes);
-      } else {
-        for (unsigned lanes = cell.read_lanes & ~(1u << now.lane); lanes != 0; lanes &= lanes - 1) {
-          const int thread = now.warp * kWarpSize + __builtin_ctz(lanes);
-          if (!is_after(thread, cell.read_clock)) reader = thread;
-        }
-      }
-      uint32_t reader_pc = cell.read_pc;
-      if (reader < 0 && cell.other_interval == interval) {
-        reader = cell.other_thread;
-        reader_pc = cell.other_pc;
-      }
-      if (reader >= 0 && conflict.what == nullptr) {
-        conflict = {"write after read", reader_pc, reader};
-      }
+  if (kind != kAtomic && cell.adders != 0 && conflict.what == nullptr &&
+      state.adders[cell.adders].interval == now.interval) {
+    find_unordered(state.adders[cell.adders], conflict, step);
+  }
+  if (kind != kRead && conflict.what == nullptr && cell.readers.interval == now.interval) {
+    find_unordered(cell.readers, conflict, step);
+    other_reads = true;
+  }
+  if (conflict.what != nullptr) {
+    cell.raced_interval = now.interval;
+    const uint32_t self = step_of_now();
+    if (kind != kRead && !other_reads) {
+      conflict.what = "write after write";
+      conflict.is_first = step != self ? step < self : conflict.pc <= pc;
+    } else {
+      conflict.is_first = step != self ? step < self : kind == kRead;
+      const bool read_is_first = conflict.is_first == other_reads;
+      conflict.what = read_is_first ? "write after read" : "read after write";
     }
-    cell.write_interval = interval;
+  }
+  if (kind == kRead) {
+    add_to_group(cell.readers, pc);
+  } else if (kind == kAtomic) {
+    add_to_group(adders_of(cell), pc);
+  } else {
+    cell.write_interval = now.interval;
     cell.write_pc = pc;
-    cell.write_clock = clock;
+    cell.write_clock = now.clocks[now.lane];
+    cell.write_step = step_of_now();
     cell.write_thread = now.thread;
-    cell.write_is_atomic = kind == kAtomic;
-    return conflict;
-  }
-  if (cell.read_interval != interval) {
-    cell.read_interval = interval;
-    cell.read_pc = pc;
-    cell.read_clock = clock;
-    cell.read_lanes = 1u << now.lane;
-    cell.read_warp = now.warp;
-  } else if (cell.read_warp == now.warp) {
-    bool all_before = clock > cell.read_clock;
-    for (unsigned lanes = cell.read_lanes; all_before && lanes != 0; lanes &= lanes - 1) {
-      all_before = is_after(now.warp * kWarpSize + __builtin_ctz(lanes), cell.read_clock);
-    }
-    if (all_before) cell.read_lanes = 0;
-    // Of reads with different clocks the smallest is kept: a race may go unseen, none is made up.
-    cell.read_clock = all_before ? clock : std::min(cell.read_clock, clock);
-    cell.read_lanes |= 1u << now.lane;
-    cell.read_pc = pc;
-  } else if (cell.other_interval != interval) {
-    cell.other_interval = interval;
-    cell.other_thread = now.thread;
-    cell.other_pc = pc;
   }
   return conflict;
 }
 
-// The same between blocks; the conflict's `thread` is the number of the other block in the launch.
+// The same between blocks.
 Conflict record_between_blocks(GlobalCell& cell, Kind kind, uint32_t pc) {
   auto& blocks = cell.blocks;
-  const uint32_t self = now.block_in_launch + 1;
+  const Visitor self{now.block_in_launch + 1, pc, now.thread};
   Conflict conflict;
-  const auto conflicts = [&](const char* what, uint32_t block, uint32_t other_pc) {
-    if (block != 0 && block != self && conflict.what == nullptr) {
-      conflict = {what, other_pc, int(block) - 1};
+  const auto conflicts = [&](const char* what, const Visitor& other, bool is_first) {
+    if (other.block != 0 && other.block != self.block && conflict.what == nullptr) {
+      conflict = {what, other.pc, other.thread, is_first, other.block};
     }
   };
-  const bool reads = kind == kRead;
-  conflicts(reads ? "one block reads, another writes" : "two blocks write", blocks.writer,
-            blocks.writer_pc);
-  if (kind != kAtomic) {
-    conflicts(reads ? "one block reads, another adds" : "one block writes, another adds",
-              blocks.adder == self ? blocks.other_adder : blocks.adder, blocks.adder_pc);
+  const Visitor& reader = blocks.reader.block == self.block ? blocks.other_reader : blocks.reader;
+  const Visitor& adder = blocks.adder.block == self.block ? blocks.other_adder : blocks.adder;
+  switch (kind) {
+    case kRead:
+      conflicts("one block reads, another writes", blocks.writer, false);
+      conflicts("one block reads, another adds", adder, false);
+      break;
+    case kAtomic:
+      conflicts("one block writes, another adds", blocks.writer, true);
+      conflicts("one block reads, another adds", reader, true);
+      break;
+    default:
+      conflicts("two blocks write", blocks.writer, blocks.writer.pc <= pc);
+      conflicts("one block writes, another adds", adder, false);
+      conflicts("one block reads, another writes", reader, true);
   }
-  if (!reads) {
-    conflicts(kind == kWrite ? "one block reads, another writes" : "one block reads, another adds",
-              blocks.reader == self ? blocks.other_reader : blocks.reader,
-              blocks.reader == self ? blocks.other_reader_pc : blocks.reader_pc);
-  }
-  if (reads) {
-    if (blocks.reader == 0) {
-      blocks.reader = self;
-      blocks.reader_pc = pc;
-    } else if (blocks.reader != self && blocks.other_reader == 0) {
-      blocks.other_reader = self;
-      blocks.other_reader_pc = pc;
+  if (conflict.what != nullptr) blocks.has_raced = true;
+  const auto keep_two = [&](Visitor& first, Visitor& second) {
+    if (first.block == 0) {
+      first = self;
+    } else if (first.block != self.block && second.block == 0) {
+      second = self;
     }
-  } else if (kind == kWrite) {
+  };
+  if (kind == kRead) {
+    keep_two(blocks.reader, blocks.other_reader);
+  } else if (kind == kAtomic) {
+    keep_two(blocks.adder, blocks.other_adder);
+  } else {
     blocks.writer = self;
-    blocks.writer_pc = pc;
-  } else if (blocks.adder == 0) {
-    blocks.adder = self;
-    blocks.adder_pc = pc;
-  } else if (blocks.adder != self) {
-    blocks.other_adder = self;
   }
   return conflict;
 }
 
-std::string thread_name(int thread) {
-  return "thread " + std::to_string(thread);
+// ---------------------------------------------------------------- reads of what nothing has written
+
+void note_read_of_nothing(Kind kind, uint32_t pc, int region, uint64_t offset, size_t bytes) {
+  const Busy busy;
+  state.reads_of_nothing.push_back(
+      {region, offset, now.interval,
+       observe("initcheck", kKindNames[kind], pc, region, offset, bytes)});
+}
+
+SharedMemory& shared_memory(int region) {
+  return region == kDynamicShared ? state.dynamic_shared
+                                  : state.static_shared[kDynamicShared - 1 - region];
+}
+
+// Reports those reads of shared memory (at the end of an interval) or of device memory (at the end of a
+// launch) that no race explains.
+void report_reads_of_nothing(bool is_shared) {
+  if (state.reads_of_nothing.empty()) return;
+  const Busy busy;
+  std::vector<ReadOfNothing> rest;
+  for (ReadOfNothing& read : state.reads_of_nothing) {
+    if ((read.region < 0) != is_shared) {
+      rest.push_back(std::move(read));
+      continue;
+    }
+    bool has_raced;
+    if (is_shared) {
+      const SharedMemory& memory = shared_memory(read.region);
+      has_raced =
+          memory.cells[read.offset >> memory.log2_unit].cell.raced_interval == read.interval;
+    } else {
+      const Region& region = state.regions[read.region];
+      const GlobalCell& cell = region.cells[read.offset / region.cell_bytes];
+      has_raced = cell.blocks.has_raced || cell.cell.raced_interval == read.interval;
+    }
+    if (!has_raced) add_finding(std::move(read.finding));
+  }
+  state.reads_of_nothing = std::move(rest);
 }
 
 // ---------------------------------------------------------------- one access
@@ -334,83 +514,110 @@ void append_to_log(uint32_t pc, Kind kind, unsigned bytes, uint32_t location) {
   *now.log++ = uint64_t(pc << 6 | log2_bytes << 2 | kind) << 32 | location;
 }
 
-void touch_shared(std::vector<SharedCell>& cells, int region, size_t region_bytes, uintptr_t offset,
-                  size_t bytes, Kind kind, uint32_t pc) {
-  if (offset + bytes > region_bytes) {
-    found("memcheck", kKindNames[kind], pc, region, offset, int(bytes));
-    return;
+bool is_multiple(uintptr_t address, size_t power_of_two) {
+  return (address & (power_of_two - 1)) == 0;
+}
+
+void touch_shared(SharedMemory& memory, int region, uintptr_t offset, size_t bytes, Kind kind,
+                  uint32_t pc, bool is_aligned) {
+  if (!is_aligned) found("memcheck", "misaligned", pc, region, offset, bytes);
+  if (__builtin_expect(bytes >> memory.log2_unit == 0 || !is_aligned, false)) {
+    const Busy busy;
+    const int log2_smaller = is_aligned ? __builtin_ctzl(bytes) : 0;
+    if (log2_smaller < memory.log2_unit) memory.refine(log2_smaller);
   }
-  for (uintptr_t word = offset / 4; word <= (offset + bytes - 1) / 4; ++word) {
-    SharedCell& shared = cells[word];
+  const uintptr_t last = (offset + bytes - 1) >> memory.log2_unit;
+  for (uintptr_t unit = offset >> memory.log2_unit; unit <= last; ++unit) {
+    SharedCell& shared = memory.cells[unit];
+    const uintptr_t start = unit << memory.log2_unit;
     if (kind != kWrite && shared.written_block != now.block) {
-      found("initcheck", kKindNames[kind], pc, region, word * 4, int(bytes));
+      note_read_of_nothing(kind, pc, region, start, bytes);
       shared.written_block = now.block;  // once is enough
     }
     if (kind != kRead) shared.written_block = now.block;
     const Conflict conflict = record(shared.cell, kind, pc);
-    if (conflict.what != nullptr) {
-      found("racecheck", conflict.what, pc, region, std::max(word * 4, offset), int(bytes),
-            conflict.pc, thread_name(conflict.thread));
-    }
+    if (conflict.what != nullptr) found_race(conflict, pc, region, start, bytes);
   }
 }
 
-void touch_global(uintptr_t offset, size_t bytes, Kind kind, uint32_t pc) {
+void touch_global(uintptr_t offset, size_t bytes, Kind kind, uint32_t pc, bool is_aligned) {
   const int index = state.pages[offset / kPageBytes];
   Region& region = state.regions[index];
   const uintptr_t start = offset - region.offset;
   if (index == kOutside || offset < region.offset || start + bytes > region.bytes) {
-    found("memcheck", kKindNames[kind], pc, kOutside, offset, int(bytes));
+    found("memcheck", kKindNames[kind], pc, kOutside, offset, bytes);
     return;
   }
+  if (!is_aligned) found("memcheck", "misaligned", pc, index, start, bytes);
   if (kind != kRead && region.is_read_only) {
-    found("memcheck", "write to an input", pc, index, start, int(bytes));
+    found("memcheck", "write to an input", pc, index, start, bytes);
     return;
   }
-  for (uintptr_t i = start / region.item_bytes; i * region.item_bytes < start + bytes; ++i) {
+  if (__builtin_expect(bytes < region.cell_bytes, false)) {
+    const Busy busy;
+    region.refine(bytes);
+  }
+  for (uintptr_t i = start / region.cell_bytes; i * region.cell_bytes < start + bytes; ++i) {
     GlobalCell& cell = region.cells[i];
+    const uintptr_t item = i * region.cell_bytes;
     if (!cell.is_valid) {
-      found("memcheck", kKindNames[kind], pc, index, i * region.item_bytes, int(bytes));
+      found("memcheck", kKindNames[kind], pc, index, item, bytes);
       continue;
     }
-    if (kind != kWrite && !cell.is_written) {
-      found("initcheck", kKindNames[kind], pc, index, i * region.item_bytes, int(bytes));
-      cell.is_written = true;  // once is enough
-    }
-    if (kind != kRead) cell.is_written = true;
     if (cell.blocks.launch != uint32_t(state.launch)) {
       cell.blocks = {};
       cell.blocks.launch = uint32_t(state.launch);
     }
+    if (kind != kWrite && !cell.is_written) {
+      note_read_of_nothing(kind, pc, index, item, bytes);
+      cell.is_written = true;  // once is enough
+    }
+    if (kind != kRead) cell.is_written = true;
     bool& is_touched = kind == kRead ? cell.blocks.is_read : cell.blocks.is_changed;
     if (!is_touched) {
       is_touched = true;
-      (kind == kRead ? region.unique_read : region.unique_written) += region.item_bytes;
+      (kind == kRead ? region.unique_read : region.unique_written) += region.cell_bytes;
     }
     Conflict conflict = record(cell.cell, kind, pc);
-    if (conflict.what != nullptr) {
-      found("racecheck", conflict.what, pc, index, i * region.item_bytes, int(bytes), conflict.pc,
-            thread_name(conflict.thread));
-    }
+    if (conflict.what != nullptr) found_race(conflict, pc, index, item, bytes);
     conflict = record_between_blocks(cell, kind, pc);
-    if (conflict.what != nullptr) {
-      found("racecheck", conflict.what, pc, index, i * region.item_bytes, int(bytes), conflict.pc,
-            "block " + std::to_string(conflict.thread));
-    }
+    if (conflict.what != nullptr) found_race(conflict, pc, index, item, bytes);
   }
+}
+
+// An access that would not stay within what the check owns ends the block.
+[[noreturn]] void found_beyond(Kind kind, uint32_t pc, int region, uint64_t offset, size_t bytes) {
+  found("memcheck", kKindNames[kind], pc, region, offset, bytes);
+  abandon_checked_block();
 }
 
 // Neither device memory nor dynamic shared memory nor the thread's own stack.
 void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc) {
   const auto& arrays = state.library->shared_arrays;
+  const uintptr_t dynamic_offset = address - now.shared;
+  uintptr_t nearest_distance = std::min(dynamic_offset - kMaxSharedBytes, -dynamic_offset);
+  uintptr_t nearest_offset = dynamic_offset;
+  int nearest = kDynamicShared;
   for (size_t i = 0; i < arrays.size(); ++i) {
+    if (arrays[i].owner != 0 && arrays[i].owner != state.kernel) continue;  // another kernel's
     const uintptr_t offset = address - (state.static_base + arrays[i].offset);
-    if (offset >= arrays[i].bytes) continue;
     const int region = kDynamicShared - 1 - int(i);
-    touch_shared(state.static_shared[i], region, arrays[i].bytes, offset, bytes, kind, pc);
-    const uint32_t location = 3u << 30 | uint32_t(i) << 20 | uint32_t(offset);
-    append_to_log(pc, kind, unsigned(bytes), location);
-    return;
+    if (offset < arrays[i].bytes && offset + bytes <= arrays[i].bytes) {
+      touch_shared(state.static_shared[i], region, offset, bytes, kind, pc,
+                   is_multiple(address, bytes));
+      append_to_log(pc, kind, unsigned(bytes), 3u << 30 | uint32_t(i) << 20 | uint32_t(offset));
+      return;
+    }
+    const uintptr_t distance = std::min(offset - arrays[i].bytes, -offset);
+    if (distance < nearest_distance || offset < arrays[i].bytes) {
+      nearest = region;
+      nearest_offset = offset;
+      nearest_distance = offset < arrays[i].bytes ? 0 : distance;
+    }
+  }
+  if (nearest_distance > kNearShared) nearest = kOutside;
+  for (const size_t guard : state.library->guards) {
+    if (address == state.static_base + guard) return;
   }
   if (kind == kRead) {
     // The launch's arguments, constants, and what the runtime keeps for the thread (threadIdx ...).
@@ -418,46 +625,46 @@ void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc) {
     for (const uint3* builtin : {&threadIdx, &blockIdx, &blockDim, &gridDim}) {
       if (address - reinterpret_cast<uintptr_t>(builtin) < sizeof(uint3)) return;
     }
+    const Busy busy;  // of the dynamic loader's lock
     Dl_info info;
     if (dladdr(reinterpret_cast<const void*>(address), &info) != 0) return;
   }
-  found("memcheck", kKindNames[kind], pc, kOutside, address - now.arena, int(bytes));
-  abandon_checked_block();  // this access would not stay within what the check owns
+  found_beyond(kind, pc, nearest, nearest == kOutside ? address - now.arena : nearest_offset,
+               bytes);
 }
 
 inline void access(uintptr_t address, size_t bytes, Kind kind, const void* return_address) {
-  if (!now.recording) return;
+  if (reinterpret_cast<uintptr_t>(__builtin_frame_address(0)) - now.stack >= now.stack_bytes)
+    return;
   if (address - now.stack < now.stack_bytes) return;
   const uint32_t pc = pc_of(return_address);
-  if (address % bytes != 0) {
-    const uintptr_t offset = address - now.shared;
-    const bool is_shared = offset < kMaxSharedBytes;
-    found("memcheck", "misaligned", pc, is_shared ? kDynamicShared : kOutside,
-          is_shared ? offset : address - now.arena, int(bytes));
-  }
   uintptr_t offset = address - now.shared;
   if (offset < kMaxSharedBytes) {
-    touch_shared(state.dynamic_shared, kDynamicShared, state.dynamic_bytes, offset, bytes, kind,
-                 pc);
+    if (offset + bytes <= state.dynamic_bytes) {
+      touch_shared(state.dynamic_shared, kDynamicShared, offset, bytes, kind, pc,
+                   is_multiple(address, bytes));
+    } else if (offset + bytes <= kMaxSharedBytes) {
+      found("memcheck", kKindNames[kind], pc, kDynamicShared, offset, bytes);
+    } else {
+      found_beyond(kind, pc, kDynamicShared, offset, bytes);
+    }
     append_to_log(pc, kind, unsigned(bytes), 1u << 31 | uint32_t(offset));
   } else if ((offset = address - now.arena) < now.arena_bytes) {
-    touch_global(offset, bytes, kind, pc);
+    touch_global(offset, bytes, kind, pc, is_multiple(address, bytes));
     append_to_log(pc, kind, unsigned(bytes), uint32_t(offset));
   } else {
     touch_other(address, bytes, kind, pc);
   }
+  if (__builtin_expect(is_late, false)) abandon_late_block();
   if (__builtin_expect(now.log >= now.log_limit, false)) wait_for_log_space();
 }
 
-// An access of any size, in pieces that one instruction can do.
+// An access of any size and alignment, in equal pieces that one instruction can do. Their size divides the
+// address and the whole, so it is the same for every element of an array.
 void access_range(uintptr_t address, size_t bytes, Kind kind, const void* return_address) {
-  while (bytes > 0) {
-    size_t piece = 16;
-    while (piece > bytes || (piece > 1 && address % piece != 0)) piece /= 2;
-    access(address, piece, kind, return_address);
-    address += piece;
-    bytes -= piece;
-  }
+  if (bytes == 0) return;
+  const size_t piece = std::min<size_t>(16, (address | bytes) & -(address | bytes));
+  for (; bytes > 0; bytes -= piece, address += piece) access(address, piece, kind, return_address);
 }
 
 // ---------------------------------------------------------------- warp requests
@@ -482,14 +689,15 @@ unsigned count_sectors(const uint32_t* locations, int n, unsigned bytes) {
 
 // Passes over the banks: as many as the bank with the most distinct words has. 8-byte accesses go by half
 // warps, 16-byte accesses by quarters.
-unsigned count_wavefronts(const uint32_t* locations, int n, unsigned bytes) {
+unsigned count_wavefronts(const uint32_t* locations, const int* lanes, int n, unsigned bytes) {
   const int group = bytes <= 4 ? kWarpSize : bytes == 8 ? kWarpSize / 2 : kWarpSize / 4;
   unsigned wavefronts = 0;
-  for (int start = 0; start < n; start += group) {
+  for (int i = 0; i < n;) {
+    const int end = (lanes[i] / group + 1) * group;
     uint32_t words[kNumBanks][kWarpSize];
     unsigned used[kNumBanks] = {};
     unsigned most = 1;
-    for (int i = start; i < std::min(n, start + group); ++i) {
+    for (; i < n && lanes[i] < end; ++i) {
       for (uint32_t word = locations[i] / kBankBytes;
            word <= (locations[i] + bytes - 1) / kBankBytes; ++word) {
         const uint32_t bank = word % kNumBanks;
@@ -534,7 +742,7 @@ void count_request(uint32_t meta, int region, const uint32_t* locations, const i
   Requests& requests = state.requests[last];
   const bool is_shared = region < 0;
   const unsigned transactions =
-      is_shared ? count_wavefronts(locations, n, bytes) : count_sectors(locations, n, bytes);
+      is_shared ? count_wavefronts(locations, lanes, n, bytes) : count_sectors(locations, n, bytes);
   ++requests.count;
   requests.lanes += unsigned(n);
   requests.transactions += transactions;
@@ -568,51 +776,101 @@ void save_log() {
   if (state.logging >= 0) state.logs[state.logging].end = now.log;
 }
 
+void resume_log() {
+  if (state.logging < 0) return;
+  const Log& log = state.logs[state.logging];
+  now.log = log.end;
+  now.num_drained = log.num_drained;
+}
+
+// Where a lane stands that has logged `last` and will log `next`: at that access; or at the jump back that
+// leads to it; or, if the code after a loop lies before the loop, at the loop's end.
+uint32_t find_position(uint32_t last, uint32_t next) {
+  const uint32_t from = last >> 6, to = next >> 6;
+  // One instruction may log several accesses, of different kinds.
+  if (last == 0 || to > from || (to == from && last != next)) return next;
+  const auto& loops = *state.loops;
+  auto loop = std::lower_bound(loops.begin(), loops.end(), from,
+                               [](Loop l, uint32_t pc) { return l.last < pc; });
+  uint32_t left = 0;  // the end of the outermost loop that is left
+  for (; loop != loops.end(); ++loop) {
+    if (loop->first <= to) return loop->last << 6 | kAtLoopEnd;
+    if (loop->first <= from) left = loop->last;
+  }
+  return left == 0 ? next : (left + 1) << 6 | kAtLoopEnd;
+}
+
 // Merges the logs of the lanes `lanes` of a warp into requests. A log of `growing` lanes goes on later: when
 // one of them runs out, merging has to wait for it.
 void merge_logs(int first, unsigned lanes, unsigned growing) {
+  const Busy busy;
   save_log();
   uint64_t *next[kWarpSize], *end[kWarpSize];
+  uint32_t last[kWarpSize], position[kWarpSize];  // ~0 where a log is at its end
   int of[kWarpSize];
   int n = 0;
+  const auto meta = [&](int i) { return uint32_t(*next[i] >> 32); };
   for (; lanes != 0; lanes &= lanes - 1) {
     const int lane = __builtin_ctz(lanes);
     if (first + lane >= state.num_threads) break;
     Log& log = state.logs[first + lane];
     of[n] = lane;
     next[n] = log.entries.data();
-    end[n++] = log.end;
+    end[n] = log.end;
+    last[n] = log.last_meta;
+    position[n] = next[n] == end[n] ? ~0u : find_position(last[n], meta(n));
+    ++n;
   }
   while (true) {
     uint32_t lowest = ~0u;
-    bool is_open = true;
-    for (int i = 0; i < n; ++i) {
-      if (next[i] < end[i]) {
-        lowest = std::min(lowest, uint32_t(*next[i] >> 32));
-      } else if (growing >> of[i] & 1u) {
-        is_open = false;
-      }
+    for (int i = 0; i < n; ++i) lowest = std::min(lowest, position[i]);
+    bool is_open = lowest != ~0u;
+    for (int i = 0; growing != 0 && i < n; ++i) {
+      if (position[i] == ~0u && (growing >> of[i] & 1u)) is_open = false;
     }
-    if (!is_open || lowest == ~0u) break;
+    if (!is_open) break;
+    if ((lowest & kAtLoopEnd) == kAtLoopEnd) {
+      for (int i = 0; i < n; ++i) {
+        if (position[i] == lowest) position[i] = meta(i);
+      }
+      continue;
+    }
     uint32_t locations[kWarpSize];
     int who[kWarpSize], count = 0;
+    uint32_t common_next = 0,
+             common_position = 0;  // lanes that step together mostly go on together
     for (int i = 0; i < n; ++i) {
-      if (next[i] == end[i] || uint32_t(*next[i] >> 32) != lowest) continue;
+      if (position[i] != lowest) continue;
       locations[count] = uint32_t(*next[i]++);
       who[count++] = of[i];
+      last[i] = lowest;
+      if (next[i] == end[i]) {
+        position[i] = ~0u;
+        continue;
+      }
+      if (meta(i) != common_next) {
+        common_next = meta(i);
+        common_position = find_position(lowest, common_next);
+      }
+      position[i] = common_position;
     }
     merge_step(lowest, locations, who, count);
   }
   for (int i = 0; i < n; ++i) {
     Log& log = state.logs[first + of[i]];
     std::copy(next[i], end[i], log.entries.data());
+    log.num_drained += uint32_t(next[i] - log.entries.data());
+    log.last_meta = growing != 0 ? last[i] : 0;
     log.end = log.entries.data() + (end[i] - next[i]);
   }
-  if (state.logging >= 0) now.log = state.logs[state.logging].end;
+  resume_log();
 }
 
+// At a block barrier, where steps start over.
 void merge_all_logs() {
   for (int first = 0; first < state.num_threads; first += kWarpSize) merge_logs(first, ~0u, 0);
+  for (Log& log : state.logs) log.num_drained = 0;
+  now.num_drained = 0;
 }
 
 void put(const std::string& record) {
@@ -631,11 +889,13 @@ bool active() {
   return state.active;
 }
 
-void start_launch(const Library& library, const std::string& kernel,
+void start_launch(const Library& library, const void* kernel, const std::string& name,
                   const cudaLaunchConfig_t& config, const void* closure, size_t closure_bytes) {
   if (!state.active) return;
   ++state.launch;
   state.library = &library;
+  state.kernel = reinterpret_cast<uintptr_t>(kernel);
+  state.loops = &loops_of(library);
   state.closure = reinterpret_cast<uintptr_t>(closure);
   state.closure_bytes = closure_bytes;
   state.dynamic_bytes = config.dynamicSmemBytes;
@@ -645,28 +905,29 @@ void start_launch(const Library& library, const std::string& kernel,
     log.entries.resize(kLogEntries + 64);  // one access of a kernel may append a few entries
     log.end = log.entries.data();
   }
-  state.dynamic_shared.resize(kMaxSharedBytes / 4);
   state.static_base = 0;
-  if (!library.shared_arrays.empty()) {
+  if (!library.shared_arrays.empty() || !library.guards.empty()) {
     state.static_base = reinterpret_cast<uintptr_t>(thread_local_block(library));
   }
   state.static_shared.clear();
   for (const SharedArray& array : library.shared_arrays) {
-    state.static_shared.emplace_back(array.bytes / 4 + 1);
+    state.static_shared.emplace_back(array.bytes);
   }
   now.shared = reinterpret_cast<uintptr_t>(fa2_dynamic_smem);
   now.code = library.base;
-  put("launch\t" + number(state.launch) + "\t" + kernel + "\t" + text_of(uint3(config.gridDim)) +
+  put("launch\t" + number(state.launch) + "\t" + name + "\t" + text_of(uint3(config.gridDim)) +
       "\t" + text_of(uint3(config.blockDim)) + "\t" + number(config.dynamicSmemBytes) + "\t" +
       library.path);
   for (size_t i = 0; i < library.shared_arrays.size(); ++i) {
-    put("array\t" + number(state.launch) + "\t" + number(i) + "\t" + library.shared_arrays[i].name +
-        "\t" + number(library.shared_arrays[i].bytes));
+    put("array\t" + number(state.launch) + "\t" + number(i) + "\t" +
+        number(library.shared_arrays[i].offset) + "\t" + library.shared_arrays[i].name + "\t" +
+        number(library.shared_arrays[i].bytes));
   }
 }
 
 void end_launch() {
   if (!state.active) return;
+  report_reads_of_nothing(false);
   const std::string launch = number(state.launch);
   for (const Requests& r : state.requests) {
     std::string record = "requests\t" + launch + "\t" + number(r.pc) + "\t" +
@@ -706,13 +967,19 @@ void start_block(uint64_t block) {
     state.clocks[thread * kWarpSize + thread % kWarpSize] = 1;
   }
   state.logging = -1;
-  for (Log& log : state.logs) log.end = log.entries.data();
+  num_busy = 0;
+  for (Log& log : state.logs) {
+    log.end = log.entries.data();
+    log.num_drained = log.last_meta = 0;
+  }
 }
 
 void end_block() {
+  is_late = false;
   if (!state.active) return;
   merge_all_logs();
-  now.recording = false;
+  report_reads_of_nothing(true);
+  now.stack_bytes = 0;
   state.logging = -1;
 }
 
@@ -726,21 +993,24 @@ void enter_thread(int thread, const char* stack, size_t stack_bytes) {
   now.clocks = &state.clocks[size_t(thread) * kWarpSize];
   now.stack = reinterpret_cast<uintptr_t>(stack);
   now.stack_bytes = stack_bytes;
-  now.log = state.logs[thread].end;
-  now.log_limit = state.logs[thread].entries.data() + kLogEntries;
-  now.recording = true;
+  now.log_start = state.logs[thread].entries.data();
+  now.log_limit = now.log_start + kLogEntries;
+  resume_log();
 }
 
 void pass_barrier(Site site) {
   if (!state.active) return;
+  const Busy busy;
   ++state.barriers[{text_of(site), false}];
   merge_all_logs();
+  report_reads_of_nothing(true);
   now.interval = ++state.interval;
 }
 
-void pass_warp_op(int first, unsigned lanes, bool orders_memory, Site site) {
+void pass_warp_op(int first, unsigned lanes, unsigned returned, bool orders_memory, Site site) {
   if (!state.active) return;
-  merge_logs(first, lanes, 0);
+  const Busy busy;
+  merge_logs(first, lanes | returned, 0);
   if (!orders_memory) return;
   ++state.barriers[{text_of(site), true}];
   uint32_t joined[kWarpSize] = {};
@@ -756,17 +1026,23 @@ void pass_warp_op(int first, unsigned lanes, bool orders_memory, Site site) {
   }
 }
 
-void read_absent_lane(int source, Site site) {
+void read_absent_lane(int source, uint3 thread, Site site) {
   if (!state.active) return;
+  const Busy busy;
   Observation finding;
   finding.tool = "synccheck";
   finding.what = "absent lane";
   finding.site = text_of(site);
   finding.block = blockIdx;
-  finding.thread = threadIdx;
+  finding.thread = thread;
   finding.text = "receives the value of lane " + std::to_string(source) +
                  ", which the mask does not name or which has returned";
   add_finding(std::move(finding));
+}
+
+bool postpone_time_limit() {
+  if (num_busy > 0) is_late = true;
+  return num_busy > 0;
 }
 
 unsigned make_log_space(int first, unsigned full) {
@@ -780,15 +1056,22 @@ unsigned make_log_space(int first, unsigned full) {
   return drained;
 }
 
-void report(const char* kind, const std::string& text, Site site) {
+void report(const char* kind, const std::string& text, Site site, const void* instruction) {
   if (!state.active) return;
+  const Busy busy;
   Observation finding;
   finding.tool = kind;
   finding.what = "block ended";
   finding.site = text_of(site);
+  // Like the return addresses of the hooks: behind the instruction.
+  const uintptr_t distance = reinterpret_cast<uintptr_t>(instruction) - now.code;
+  if (distance < kMaxLibraryBytes) finding.pc = uint32_t(distance + 1);
   finding.block = blockIdx;
   finding.thread = threadIdx;
   finding.text = text;
+  // A record is a line, its fields are between tabs.
+  std::replace(finding.text.begin(), finding.text.end(), '\n', ' ');
+  std::replace(finding.text.begin(), finding.text.end(), '\t', ' ');
   add_finding(std::move(finding));
 }
 
@@ -796,8 +1079,8 @@ void access_atomic(const void* address, size_t bytes, const void* return_address
   access(reinterpret_cast<uintptr_t>(address), bytes, kAtomic, return_address);
 }
 
-void memset_device(const void* target, size_t bytes) {
-  if (!state.active || bytes == 0) return;
+bool memset_device(const void* target, size_t bytes) {
+  if (!state.active || bytes == 0) return true;
   ++state.launch;
   put("launch\t" + number(state.launch) + "\tmemset\t1,1,1\t1,1,1\t0\t");
   const uintptr_t offset = reinterpret_cast<uintptr_t>(target) - now.arena;
@@ -805,22 +1088,33 @@ void memset_device(const void* target, size_t bytes) {
   Region& region = state.regions[index];
   const uintptr_t start = offset - region.offset;
   if (index == kOutside || offset < region.offset || start + bytes > region.bytes) {
-    found("memcheck", "memset", 0, index, index == kOutside ? offset : start, int(bytes));
-    return;
+    found("memcheck", "memset", 0, index, index == kOutside ? offset : start, bytes);
+    return false;
   }
-  for (uintptr_t i = start / region.item_bytes; i * region.item_bytes < start + bytes; ++i) {
+  if (region.is_read_only) {
+    found("memcheck", "memset of an input", 0, index, start, bytes);
+    return false;
+  }
+  for (uintptr_t i = start / region.cell_bytes; i * region.cell_bytes < start + bytes; ++i) {
     region.cells[i].is_written = true;
   }
   put("memset\t" + number(state.launch) + "\t" + number(index) + "\t" + number(bytes));
+  return true;
 }
 
 }  // namespace checker
 
 void copy_vector(void* target, const void* source, size_t bytes) {
   const void* pc = __builtin_return_address(0);
-  checker::access(reinterpret_cast<uintptr_t>(source), bytes, checker::kRead, pc);
+  // A GPU moves the 32 bytes of a double4 in two instructions.
+  const size_t piece = std::min<size_t>(bytes, 16);
+  for (size_t i = 0; i < bytes; i += piece) {
+    checker::access(reinterpret_cast<uintptr_t>(source) + i, piece, checker::kRead, pc);
+  }
   std::memcpy(target, source, bytes);
-  checker::access(reinterpret_cast<uintptr_t>(target), bytes, checker::kWrite, pc);
+  for (size_t i = 0; i < bytes; i += piece) {
+    checker::access(reinterpret_cast<uintptr_t>(target) + i, piece, checker::kWrite, pc);
+  }
 }
 
 }  // namespace cpu_device
@@ -839,14 +1133,19 @@ void cpu_device_check_begin(void* arena, size_t bytes) {
   now.arena = reinterpret_cast<uintptr_t>(arena);
   now.arena_bytes = std::min(bytes, kMaxArenaBytes);
   state.pages.assign(now.arena_bytes / kPageBytes + 1, kOutside);
-  state.regions.push_back({"", 0, 0, 1, true, {}});
+  state.regions.push_back({"", 0, 0, 1, true, 1, {}});
+  state.adders.emplace_back();
 }
 
 void cpu_device_check_region(const char* name, void* address, size_t bytes, int item_bytes,
                              const unsigned char* valid, int flags) {
-  Region region{
-      name, reinterpret_cast<uintptr_t>(address) - now.arena, bytes, item_bytes, (flags & 1) != 0,
-      {}};
+  Region region{name,
+                reinterpret_cast<uintptr_t>(address) - now.arena,
+                bytes,
+                size_t(item_bytes),
+                (flags & 1) != 0,
+                size_t(item_bytes),
+                {}};
   region.cells.resize((bytes + item_bytes - 1) / item_bytes);
   for (size_t i = 0; i < region.cells.size(); ++i) {
     region.cells[i].is_valid = valid == nullptr || valid[i] != 0;
@@ -863,9 +1162,12 @@ const char* cpu_device_check_end() {
   for (size_t i = 1; i < state.regions.size(); ++i) {
     const Region& region = state.regions[i];
     uint64_t missing = 0, first = 0;
+    const size_t cells_per_item = region.item_bytes / region.cell_bytes;
     for (size_t j = 0; j < region.cells.size(); ++j) {
       if (region.cells[j].is_written || !region.cells[j].is_valid) continue;
-      if (missing++ == 0) first = j;
+      const size_t item = j / cells_per_item;
+      if (missing++ == 0) first = item;
+      j = (item + 1) * cells_per_item - 1;  // counted once
     }
     if (missing == 0) continue;
     put("unwritten\t" + number(i) + "\t" + number(first * region.item_bytes) + "\t" +
@@ -875,7 +1177,8 @@ const char* cpu_device_check_end() {
     put("finding\t" + number(f.launch) + "\t" + f.tool + "\t" + f.what + "\t" + number(f.pc) +
         "\t" + number(f.other_pc) + "\t" + f.site + "\t" + std::to_string(f.region) + "\t" +
         std::to_string(int64_t(f.offset)) + "\t" + number(f.bytes) + "\t" + text_of(f.block) +
-        "\t" + text_of(f.thread) + "\t" + f.other + "\t" + number(f.count) + "\t" + f.text);
+        "\t" + text_of(f.thread) + "\t" + text_of(f.other_block) + "\t" + text_of(f.other_thread) +
+        "\t" + number(f.count) + "\t" + f.text);
   }
   static std::string output;
   output = std::move(state.output);
@@ -887,28 +1190,26 @@ const char* cpu_device_check_end() {
 // ---------------------------------------------------------------- what the compiler calls
 
 #define CPU_DEVICE_RETURN_ADDRESS __builtin_return_address(0)
-#define CPU_DEVICE_HOOKS(bytes)                                                       \
-  void __tsan_read##bytes(void* p) {                                                  \
-    access(reinterpret_cast<uintptr_t>(p), bytes, kRead, CPU_DEVICE_RETURN_ADDRESS);  \
-  }                                                                                   \
-  void __tsan_write##bytes(void* p) {                                                 \
-    access(reinterpret_cast<uintptr_t>(p), bytes, kWrite, CPU_DEVICE_RETURN_ADDRESS); \
-  }                                                                                   \
-  void __tsan_unaligned_read##bytes(void* p) {                                        \
-    access(reinterpret_cast<uintptr_t>(p), bytes, kRead, CPU_DEVICE_RETURN_ADDRESS);  \
-  }                                                                                   \
-  void __tsan_unaligned_write##bytes(void* p) {                                       \
-    access(reinterpret_cast<uintptr_t>(p), bytes, kWrite, CPU_DEVICE_RETURN_ADDRESS); \
-  }                                                                                   \
-  void __tsan_read_write##bytes(void* p) {                                            \
-    access(reinterpret_cast<uintptr_t>(p), bytes, kRead, CPU_DEVICE_RETURN_ADDRESS);  \
-    access(reinterpret_cast<uintptr_t>(p), bytes, kWrite, CPU_DEVICE_RETURN_ADDRESS); \
+// What has no alignment of its own size is the copy of a struct: vectors go through copy_vector().
+#define CPU_DEVICE_HOOK(name, bytes, kind, announce)                                      \
+  void __tsan_##name##bytes(void* p) {                                                    \
+    announce(reinterpret_cast<uintptr_t>(p), bytes, kind, CPU_DEVICE_RETURN_ADDRESS);     \
+  }                                                                                       \
+  void __tsan_unaligned_##name##bytes(void* p) {                                          \
+    access_range(reinterpret_cast<uintptr_t>(p), bytes, kind, CPU_DEVICE_RETURN_ADDRESS); \
   }
-CPU_DEVICE_HOOKS(1)
-CPU_DEVICE_HOOKS(2)
-CPU_DEVICE_HOOKS(4)
-CPU_DEVICE_HOOKS(8)
-CPU_DEVICE_HOOKS(16)
+#define CPU_DEVICE_HOOKS(bytes, announce)                                               \
+  CPU_DEVICE_HOOK(read, bytes, kRead, announce)                                         \
+  CPU_DEVICE_HOOK(write, bytes, kWrite, announce)                                       \
+  void __tsan_read_write##bytes(void* p) {                                              \
+    announce(reinterpret_cast<uintptr_t>(p), bytes, kRead, CPU_DEVICE_RETURN_ADDRESS);  \
+    announce(reinterpret_cast<uintptr_t>(p), bytes, kWrite, CPU_DEVICE_RETURN_ADDRESS); \
+  }
+CPU_DEVICE_HOOKS(1, access)
+CPU_DEVICE_HOOKS(2, access)
+CPU_DEVICE_HOOKS(4, access)
+CPU_DEVICE_HOOKS(8, access)
+CPU_DEVICE_HOOKS(16, access_range)
 
 void __tsan_read_range(void* p, unsigned long bytes) {
   access_range(reinterpret_cast<uintptr_t>(p), bytes, kRead, CPU_DEVICE_RETURN_ADDRESS);
@@ -924,17 +1225,27 @@ void __tsan_vptr_update(void**, void*) {}
 void __tsan_atomic_thread_fence(int) {}
 void __tsan_atomic_signal_fence(int) {}
 
-// A kernel's memcpy and memset; the linker sends its calls here (--wrap).
-void* __wrap_memcpy(void* target, const void* source, size_t bytes) {
-  const void* pc = CPU_DEVICE_RETURN_ADDRESS;
-  access_range(reinterpret_cast<uintptr_t>(source), bytes, kRead, pc);
-  access_range(reinterpret_cast<uintptr_t>(target), bytes, kWrite, pc);
-  return std::memcpy(target, source, bytes);
-}
-void* __wrap_memset(void* target, int value, size_t bytes) {
-  access_range(reinterpret_cast<uintptr_t>(target), bytes, kWrite, CPU_DEVICE_RETURN_ADDRESS);
-  return std::memset(target, value, bytes);
-}
+// A kernel's memcpy, memmove (clang's copy of a struct) and memset: the linker sends these calls here (--wrap),
+// and newer versions of clang make others.
+#define CPU_DEVICE_COPY(name, function)                                   \
+  void* name(void* target, const void* source, size_t bytes) {            \
+    const void* pc = CPU_DEVICE_RETURN_ADDRESS;                           \
+    access_range(reinterpret_cast<uintptr_t>(source), bytes, kRead, pc);  \
+    access_range(reinterpret_cast<uintptr_t>(target), bytes, kWrite, pc); \
+    return function(target, source, bytes);                               \
+  }
+#define CPU_DEVICE_MEMSET(name)                                           \
+  void* name(void* target, int value, size_t bytes) {                     \
+    const void* pc = CPU_DEVICE_RETURN_ADDRESS;                           \
+    access_range(reinterpret_cast<uintptr_t>(target), bytes, kWrite, pc); \
+    return std::memset(target, value, bytes);                             \
+  }
+CPU_DEVICE_COPY(__wrap_memcpy, std::memcpy)
+CPU_DEVICE_COPY(__wrap_memmove, std::memmove)
+CPU_DEVICE_MEMSET(__wrap_memset)
+CPU_DEVICE_COPY(__tsan_memcpy, std::memcpy)
+CPU_DEVICE_COPY(__tsan_memmove, std::memmove)
+CPU_DEVICE_MEMSET(__tsan_memset)
 
 // std::atomic and the __atomic builtins.
 #define CPU_DEVICE_ATOMIC(bits, type)                                                              \
