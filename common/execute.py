@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 import tomllib
@@ -66,6 +67,12 @@ def with_first_cells(notebook: NotebookNode, path: Path) -> NotebookNode:
     return notebook
 
 
+def is_build_message(output: NotebookNode) -> bool:
+    """Whether an output says only what was built, which depends on what was built before."""
+    message = r"\s*(Building .* …( [\d.]+ s)?|Waiting for .* …|[\d.]+ s)?\s*"
+    return output.get("name") == "stderr" and all(re.fullmatch(message, x) for x in output.text.splitlines())
+
+
 def execute(path: Path) -> float:
     """Runs a notebook from top to bottom and stores its outputs. Returns the seconds it took."""
     notebook = with_first_cells(nbformat.read(path, as_version=4), path)
@@ -77,6 +84,8 @@ def execute(path: Path) -> float:
     seconds = time.perf_counter() - start
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if not is_build_message(output)]
         for output in cell.get("outputs", []):
             output.get("metadata", {}).pop("execution", None)
     # Not which Python it was: the outputs say so where it matters.

@@ -93,3 +93,17 @@ def test_most_outputs_are_compared(path: Path) -> None:
     with_output = [c for c in code_cells(path) if c.outputs]
     compared = [c for c in with_output if IGNORE not in c.metadata.get("tags", [])]
     assert len(compared) >= 4
+
+
+@pytest.mark.parametrize(
+    ("text", "is_message"),
+    [
+        ("Building 02_tiled (fp32, head_dim 64) for NVIDIA H200 …", True),
+        (" 4.8 s\n", True),
+        ("Building 02_tiled (fp32, head_dim 64) for the CPU device … 4.8 s\nBuilding 03 …", True),
+        ("RuntimeWarning: overflow", False),
+    ],
+)
+def test_only_build_messages_are_dropped(text: str, is_message: bool) -> None:
+    output = nbformat.v4.new_output("stream", name="stderr", text=text)
+    assert execute.is_build_message(output) == is_message
