@@ -785,7 +785,7 @@ def expected_lines() -> dict[str, list[Line]]:
             Line("banks.fill", "read", "x", 4, [each] * 33),
             Line("banks.fill", "write", SHARED, 4, by_warps(33)),
             *(one(f"banks.{name}", "read", SHARED, *of) for name, of in banks.items()),
-            Line("banks.float2_even", "read", SHARED, 8, [request(lambda i: 8 * i, range(0, 32, 2))]),
+            Line("banks.float2_even", "read", SHARED, 8, [request(lambda i: 8 * (i // 2), range(0, 32, 2))]),
             write_all("banks.end"),
         ],
         "static_bytes": [
@@ -811,6 +811,13 @@ def expected_lines() -> dict[str, list[Line]]:
             Line("long_loops.shared", "write", SHARED, 4, long_loops[SHARED]),
             Line("long_loops.end", "read", SHARED, 4, by_warps(2)),
             write_all("long_loops.end", 2),
+        ],
+        "uneven_loops": [
+            Line("uneven_loops.all", "read", "x", 4,
+                 [dict.fromkeys(LANES, 4 * (k % 64)) for k in range(5000)]),
+            Line("uneven_loops.odd", "read", "x", 4,
+                 [dict.fromkeys(range(1, 32, 2), 4 * (k % 64 + 1)) for k in range(5000)]),
+            write_all("uneven_loops.end"),
         ],
         "one_long_loop": [
             Line("one_long_loop", "read", "x", 4, [{5: 4 * (k % 64)} for k in range(9000)]),
@@ -986,10 +993,11 @@ def test_nothing_is_found_in_a_chapter(name: str) -> None:
     ids=["fp32-16", "fp32-64", "fp16-96", "bf16-16"],
 )
 def test_nothing_is_found_in_a_chapter_at_more_sizes(name: str, dtype: torch.dtype, head_dim: int) -> None:
-    for schedule in (None, 0, 1, 2):
-        chapter = loaded(name, schedule)
-        for shape in RAGGED + MORE_SHAPES:
-            assert_nothing_found(check_chapter(chapter, shape, dtype, head_dim))
+    for shape in RAGGED + MORE_SHAPES:
+        assert_nothing_found(check_chapter(loaded(name), shape, dtype, head_dim))
+    for seed in (1, 2):
+        for shape in RAGGED:
+            assert_nothing_found(check_chapter(loaded(name, seed), shape, dtype, head_dim))
 
 
 @EACH_CHAPTER
@@ -1026,13 +1034,11 @@ def test_counts_of_a_chapter_do_not_depend_on_the_optimizer(name: str) -> None:
 @EACH_CHAPTER
 @pytest.mark.slow
 def test_counts_of_a_chapter_do_not_depend_on_the_compiler(name: str) -> None:
-    if shutil.which("clang++") is None or shutil.which("g++") is None:
-        pytest.skip("needs g++ and clang++")
+    if shutil.which("clang++") is None:
+        pytest.skip("clang++ is not on PATH")
     # A process remembers its compiler.
     script = f"import json, test_checker as t; print(json.dumps(t.chapter_counts({name!r}, '-O1')))"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPO / "tests"), str(REPO)])}
-    by_gcc, by_clang = (
-        json.loads(run_command([sys.executable, "-c", script], env=env | {"CXX": compiler}, cwd=REPO))
-        for compiler in ("g++", "clang++")
-    )
-    assert by_gcc == by_clang
+    path = os.pathsep.join([str(REPO / "tests"), str(REPO)])
+    env = os.environ | {"PYTHONPATH": path, "CXX": "clang++"}
+    by_clang = json.loads(run_command([sys.executable, "-c", script], env=env, cwd=REPO))
+    assert by_clang == chapter_counts(name, "-O1")

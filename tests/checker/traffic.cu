@@ -185,7 +185,7 @@ __global__ void banks(Memory m) {
   const __half other = halves[64 * i];  // LINE banks.half_same
   sum += __half2float(one) + __half2float(other);
   if (i % 2 == 0) {
-    const float2 even = reinterpret_cast<float2*>(s)[i];  // LINE banks.float2_even
+    const float2 even = reinterpret_cast<float2*>(s)[i / 2];  // LINE banks.float2_even
     sum += even.x;
   }
   m.y[i] = sum + two.y + four.z;  // LINE banks.end
@@ -240,6 +240,19 @@ __global__ void long_loops(Memory m) {
   m.y[i] = s[i];  // LINE long_loops.end
 }
 
+// Every other lane makes twice as many accesses, and runs out of space sooner.
+__global__ void uneven_loops(Memory m) {
+  const int i = threadIdx.x;
+  float sum = 0.0f;
+  for (int k = 0; k < 5000; ++k) {
+    sum += m.x[k % 64];  // LINE uneven_loops.all
+    if (i % 2 == 1) {
+      sum += m.x[k % 64 + 1];  // LINE uneven_loops.odd
+    }
+  }
+  m.y[i] = sum;  // LINE uneven_loops.end
+}
+
 // One lane alone makes more accesses than a log holds, then meets the others.
 __global__ void one_long_loop(Memory m) {
   const int i = threadIdx.x;
@@ -275,6 +288,7 @@ const Case kCases[] = {
     CASE(shared_adds, 1, 32),
     CASE(barriers, 3, 64),
     CASE(long_loops, 1, 64, 256),
+    CASE(uneven_loops, 1, 32),
     CASE(one_long_loop, 1, 32),
 };
 
