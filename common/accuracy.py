@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,17 @@ class DqError:
         return 1.0 if self.dtype == "fp32" else math.sqrt(1 + self.num_blocks / 2)
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The reference's matrices are small: PyTorch's threads would mostly wait for a busy machine's cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def measure_dq_errors(
     seqlens_k: Iterable[int],
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
@@ -76,7 +88,7 @@ def measure_dq_errors(
 
     wanted = [(dtype, seqlen_k) for seqlen_k in seqlens_k for dtype in dtypes]
     results = []
-    with tqdm(wanted, desc="dq errors", leave=False, disable=None) as bar:
+    with _one_thread(), tqdm(wanted, desc="dq errors", leave=False, disable=None) as bar:
         for dtype, seqlen_k in bar:
             name = jit.DTYPE_NAMES[dtype]
             bar.set_postfix_str(f"{name}, {seqlen_k} keys")
