@@ -18,10 +18,9 @@ from common.chapters import Chapter, load_chapter, load_kernel
 from common.formulas import Problem
 from common.inputs import Inputs, random_inputs
 from common.jit import DTYPE_NAMES, BuildError
+from common.ladder import DTYPES
 from common.reference import Comparison, Gradients, compare
 from common.report import Report
-
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def check_chapter(chapter: Chapter, problem: Problem, *, optimize: str = "-O1") -> tuple[Report, Inputs]:

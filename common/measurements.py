@@ -59,3 +59,12 @@ def store_ladder(ladder: Ladder, folder: Path = FOLDER) -> Path:
 def load_ladders(folder: Path = FOLDER) -> list[StoredLadder]:
     """All stored ladders."""
     return [load_ladder(path) for path in sorted(folder.glob("ladder_*.json"))]
+
+
+def find_ladder(dtype: str, head_dim: int, causal: bool) -> StoredLadder | None:
+    """The stored ladder of one dtype ("bf16" …), head_dim and mask, or None if it was not measured."""
+    for ladder in load_ladders():
+        s = ladder.settings
+        if (s.dtype, s.head_dim, s.causal) == (dtype, head_dim, causal):
+            return ladder
+    return None

@@ -22,7 +22,7 @@ from common.check import check_chapter, compare_outputs
 from common.diff import chapter_diff
 from common.formulas import Problem
 from common.ladder import Ladder, Rung, Settings, climb, machine
-from common.measurements import load_ladders
+from common.measurements import find_ladder
 
 # A ragged problem that the checker does in a second: two tiles and a bit.
 SMALL = Problem(1, 2, 70, 70, 64, torch.float32)
@@ -220,7 +220,7 @@ def costs(
         )
         ladder, source = climb(settings, infos), "measured now"
     else:
-        ladder, source = _stored(dtype, head_dim, is_causal), "stored measurement"
+        ladder, source = find_ladder(dtype, head_dim, is_causal), "stored measurement"
     if ladder is None:
         return Markdown("Nothing is stored for these sizes yet; a blank means not measured.")
     names = [info.name for info in infos]
@@ -237,14 +237,6 @@ def costs(
         f"{ladder.settings.heads} heads, {mask}{peak}. In brackets: relative to SDPA FLASH."
     )
     return Markdown("\n".join(rows))
-
-
-def _stored(dtype: str, head_dim: int, is_causal: bool) -> Ladder | None:
-    for ladder in load_ladders():
-        s = ladder.settings
-        if (s.dtype, s.head_dim, s.causal) == (dtype, head_dim, is_causal):
-            return ladder
-    return None
 
 
 def _speed(ladder: Ladder, name: str, seqlen: int) -> str:

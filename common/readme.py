@@ -13,7 +13,7 @@ from common.chapters import ChapterInfo, list_chapters, load_chapter
 from common.check import check_chapter
 from common.figures import draw_ladder, draw_traffic
 from common.formulas import Problem
-from common.measurements import FOLDER, StoredLadder, load_ladders
+from common.measurements import FOLDER, StoredLadder, find_ladder
 
 README = jit.REPO_ROOT / "README.md"
 LADDER_PICTURE, TRAFFIC_PICTURE = FOLDER / "ladder.png", FOLDER / "traffic.png"
@@ -33,17 +33,9 @@ def _speed(info: ChapterInfo, ladder: StoredLadder | None) -> str:
     return f"{rung.tflops:.1f} ({flash.seconds / rung.seconds:.3f} ×)"
 
 
-def _measured(dtype: str, head_dim: int, causal: bool) -> StoredLadder | None:
-    for ladder in load_ladders():
-        s = ladder.settings
-        if (s.dtype, s.head_dim, s.causal) == (dtype, head_dim, causal):
-            return ladder
-    return None
-
-
 def table() -> str:
     """The chapter table in Markdown, with the line that says where its speeds are from."""
-    ladders = [_measured(*shown) for shown in _SHOWN]
+    ladders = [find_ladder(*shown) for shown in _SHOWN]
     heads = [f"{dtype}, d = {d}, {'causal' if causal else 'full'}" for dtype, d, causal in _SHOWN]
     infos = list_chapters()
     notebooks = {info.name: jit.REPO_ROOT / "notebooks" / f"{info.name}.ipynb" for info in infos}
@@ -83,7 +75,7 @@ def render(text: str) -> str:
 def main(path: Path = README) -> int:
     """Rewrites README.md and draws its pictures. Returns the exit status."""
     path.write_text(render(path.read_text()))
-    if ladder := _measured(*_SHOWN[0]):
+    if ladder := find_ladder(*_SHOWN[0]):
         draw_ladder(ladder, LADDER_PICTURE)
     chapters = [load_chapter(info.name) for info in list_chapters()]
     reports = {
