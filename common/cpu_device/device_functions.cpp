@@ -8,6 +8,8 @@
 #include "checker.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
+#include "device_reduce.h"
+#include "scheduler.h"
 
 // The first line of every atomic.
 #define ANNOUNCE(address)                                                                       \
@@ -81,6 +83,12 @@ uint32_t atomic_add_half2(uint32_t* address, uint32_t value) {
 uint32_t atomic_add_bfloat162(uint32_t* address, uint32_t value) {
   ANNOUNCE(address)
   return fetch_update(address, [value](uint32_t old) { return add16x2<BFloat16>(old, value); });
+}
+
+void reduce_add(float* address, const float* x, Site site) {
+  require_address("reduce_add", address, 16, false, site);
+  if constexpr (kChecked) checker::access_atomic(address, 16, __builtin_return_address(0));
+  for (int i = 0; i < 4; ++i) fetch_add_float<float, uint32_t>(address + i, x[i]);
 }
 
 float round_to_odd(double x) {

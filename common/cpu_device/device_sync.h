@@ -15,7 +15,18 @@
 
 namespace cpu_device {
 
-enum class WarpOp { sync, shfl, shfl_up, shfl_down, shfl_xor, ballot, all, any, match_any };
+enum class WarpOp {
+  sync,
+  shfl,
+  shfl_up,
+  shfl_down,
+  shfl_xor,
+  ballot,
+  all,
+  any,
+  match_any,
+  collective,
+};
 enum class BarrierOp { sync, count, all, any };
 
 int block_barrier(BarrierOp op, int predicate, Site site);
@@ -23,6 +34,14 @@ int block_barrier(BarrierOp op, int predicate, Site site);
 uint64_t warp_exchange(WarpOp op, unsigned mask, uint64_t value, int source, Site site);
 unsigned active_mask(Site site);
 int lane_id();
+
+// An operation of all 32 lanes of a warp, from one line. The last lane to arrive runs it, given what each
+// lane passed. A lane that has returned is an error here.
+struct Collective {
+  const char* name;
+  void (*run)(void* const* operands);  // by lane
+};
+void warp_collective(const Collective& collective, void* operands, Site site);
 
 template <typename T>
 T shuffle(WarpOp op, unsigned mask, T value, int source, Site site) {

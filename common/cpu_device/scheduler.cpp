@@ -46,13 +46,34 @@ constexpr size_t kSignalStackBytes = 64 * 1024;
 constexpr int kPoison = 0xff;  // NaN in every floating point type
 constexpr size_t kMaxPooledStacks = 4096;
 
-enum class State : uint8_t { ready, at_barrier, at_warp_op, at_active_mask, log_full, done };
+constexpr int kNumNamedBarriers = 16;
+
+enum class State : uint8_t {
+  ready,
+  at_barrier,
+  at_named_barrier,
+  at_warp_op,
+  at_active_mask,
+  log_full,
+  done,
+};
 
 // A stack keeps its fiber's entry point between blocks: makecontext is slow and runs once per stack.
 struct Stack {
   char* base = nullptr;  // the guard page
   bool parked = false;   // `entry` can be resumed
   jmp_buf entry;
+};
+
+// The asynchronous copies of a thread, in order. The first `num_landed` have landed.
+struct Copies {
+  struct Copy {
+    void* target;
+    unsigned char data[16];
+  };
+  std::vector<Copy> queue;
+  std::vector<size_t> groups;  // those that have not landed: where each ends in `queue`
+  size_t num_landed = 0;
 };
 
 struct Fiber {
@@ -68,9 +89,22 @@ struct Fiber {
   uint64_t value = 0;
   int source = 0;
   uint64_t result = 0;
+  const Collective* collective = nullptr;
+  void* operands = nullptr;
   // The pending block barrier.
   BarrierOp barrier_op{};
   int predicate = 0;
+  int barrier_id = 0;  // of the pending named barrier
+  Copies copies;
+};
+
+// One phase of a named barrier: nobody has arrived, or some of the `num_threads` have.
+struct NamedBarrier {
+  int num_threads = 0;
+  uint32_t arrived = 0, waiting = 0;  // warps
+  Site site{};                        // of the first to arrive
+
+  int num_arrived() const { return 32 * __builtin_popcount(arrived); }
 };
 
 struct Launch {
@@ -102,6 +136,8 @@ struct Worker {
   int num_done = 0;
   int num_at_barrier = 0;
   int barrier_result = 0;
+  NamedBarrier named_barriers[kNumNamedBarriers];
+  bool has_named_barriers = false, has_copies = false;  // the block uses some
   jmp_buf home;
   volatile bool in_fiber = false;
   double block_start = 0;  // seconds(), for the time limit of a block
@@ -153,6 +189,7 @@ const char* name(WarpOp op) {
     case WarpOp::all: return "__all_sync";
     case WarpOp::any: return "__any_sync";
     case WarpOp::match_any: return "__match_any_sync";
+    case WarpOp::collective: break;
   }
   return "?";
 }
@@ -177,7 +214,16 @@ std::string waiting_for(const Fiber& fiber) {
   switch (fiber.state) {
     case State::at_barrier:
       return std::string(name(fiber.barrier_op)) + "() at " + name(fiber.site);
+    case State::at_named_barrier: {
+      const NamedBarrier& barrier = worker->named_barriers[fiber.barrier_id];
+      return "barrier_sync(" + std::to_string(fiber.barrier_id) + ", " +
+             std::to_string(barrier.num_threads) + ") at " + name(fiber.site) + ", at which " +
+             std::to_string(barrier.num_arrived()) + " threads have arrived";
+    }
     case State::at_warp_op:
+      if (fiber.op == WarpOp::collective) {
+        return std::string(fiber.collective->name) + "() at " + name(fiber.site);
+      }
       return std::string(name(fiber.op)) + "(mask " + hex(fiber.mask) + ") at " + name(fiber.site);
     case State::at_active_mask: return "__activemask() at " + name(fiber.site);
     case State::ready:
@@ -360,8 +406,49 @@ void wait(Worker& w) {
                 "synccheck", waiting.site);
 }
 
+bool try_complete_collective(Worker& w, const Fiber& fiber) {
+  const int first = int(&fiber - w.fibers.data()) & ~31;
+  if (first + 32 > int(w.fibers.size())) {
+    abandon_block(cudaErrorLaunchFailure,
+                  waiting_for(fiber) + " needs 32 lanes, but the last warp of the block has " +
+                      std::to_string(w.fibers.size() - first),
+                  "synccheck", fiber.site);
+  }
+  const Collective& collective = *fiber.collective;
+  const Site site = fiber.site;
+  void* operands[32];
+  for (int lane = 31; lane >= 0; --lane) {
+    const Fiber& other = w.fibers[first + lane];
+    if (other.state == State::done) {
+      abandon_block(
+          cudaErrorLaunchFailure,
+          waiting_for(fiber) + " needs 32 lanes, but thread " + name(other.index) + " has returned",
+          "synccheck", site);
+    }
+    if (other.state != State::at_warp_op || other.op != WarpOp::collective ||
+        other.collective != &collective || other.site.line != site.line ||
+        other.site.file != site.file) {
+      return false;
+    }
+    operands[lane] = other.operands;
+  }
+  if constexpr (kChecked) checker::pass_warp_op(first, ~0u, 0, false, site);
+  for (int lane = 0; lane < 32; ++lane) w.fibers[first + lane].state = State::ready;
+  collective.run(operands);
+  return true;
+}
+
+[[noreturn]] void report_mixed_barriers(const Fiber& waiting, Site site) {
+  abandon_block(cudaErrorLaunchFailure,
+                "barrier 0 is the one of __syncthreads(): thread " + name(waiting.index) +
+                    " waits for " + waiting_for(waiting) + ", while barrier 0 is under way at " +
+                    name(site),
+                "synccheck", waiting.site);
+}
+
 // Completes the warp operation that `fiber` waits for if every lane it needs has arrived.
 bool try_complete_warp_op(Worker& w, const Fiber& fiber) {
+  if (fiber.op == WarpOp::collective) return try_complete_collective(w, fiber);
   const int first = int(&fiber - w.fibers.data()) & ~31;
   const int last = std::min(first + 32, int(w.fibers.size()));
   const WarpOp op = fiber.op;
@@ -412,6 +499,7 @@ bool try_complete_warp_op(Worker& w, const Fiber& fiber) {
           }
         }
         break;
+      case WarpOp::collective: break;
     }
     lane.state = State::ready;
   }
@@ -429,6 +517,13 @@ void finish_fiber(Worker& w) {
     }
   }
   const int first = w.order[w.position] & ~31;
+  if (w.has_named_barriers) {
+    for (const NamedBarrier& barrier : w.named_barriers) {
+      if (barrier.waiting == 0 || barrier.num_threads < int(w.fibers.size())) continue;
+      if (barrier.arrived >> (first / 32) & 1u) continue;
+      report_returned_thread(self, w.fibers[32 * __builtin_ctz(barrier.waiting)]);
+    }
+  }
   for (int i = first; i < std::min(first + 32, int(w.fibers.size())); ++i) {
     if (w.fibers[i].state == State::at_warp_op) try_complete_warp_op(w, w.fibers[i]);
   }
@@ -660,6 +755,17 @@ void run_block(Worker& w, uint64_t block) {
     fiber.state = State::ready;
   }
   w.num_done = w.num_at_barrier = 0;
+  if (w.has_named_barriers) {
+    for (NamedBarrier& barrier : w.named_barriers) barrier = {};
+  }
+  if (w.has_copies) {
+    for (Fiber& fiber : w.fibers) {
+      fiber.copies.queue.clear();
+      fiber.copies.groups.clear();
+      fiber.copies.num_landed = 0;
+    }
+  }
+  w.has_named_barriers = w.has_copies = false;
   w.block_start = seconds();
   if constexpr (kChecked) checker::start_block(block);
   if (_setjmp(w.home) == 0) {
@@ -761,6 +867,7 @@ int block_barrier(BarrierOp op, int predicate, Site site) {
   self.predicate = predicate != 0;
   const int n = int(w.fibers.size());
   ++w.num_at_barrier;
+  if (w.named_barriers[0].arrived != 0) report_mixed_barriers(self, w.named_barriers[0].site);
   if (w.num_done > 0) {
     for (const Fiber& fiber : w.fibers) {
       if (fiber.state == State::done) report_returned_thread(fiber, self);
@@ -805,6 +912,178 @@ uint64_t warp_exchange(WarpOp op, unsigned mask, uint64_t value, int source, Sit
   }
   if (!try_complete_warp_op(w, self)) wait(w);
   return self.result;
+}
+
+void warp_collective(const Collective& collective, void* operands, Site site) {
+  Worker& w = *worker;
+  Fiber& self = w.current();
+  self.site = site;
+  self.op = WarpOp::collective;
+  self.collective = &collective;
+  self.operands = operands;
+  self.state = State::at_warp_op;
+  try_complete_collective(w, self);
+  if (self.state != State::ready) wait(w);
+}
+
+// ---------------------------------------------------------------- named barriers
+
+namespace {
+
+struct BarrierCall {
+  int id, num_threads;
+  bool waits;
+  Site site;
+};
+
+std::string name(const BarrierCall& call) {
+  return std::string(call.waits ? "barrier_sync(" : "barrier_arrive(") + std::to_string(call.id) +
+         ", " + std::to_string(call.num_threads) + ") at " + name(call.site);
+}
+
+[[noreturn]] void refuse(const BarrierCall& call, const std::string& why) {
+  abandon_block(cudaErrorLaunchFailure, name(call) + ": " + why, "synccheck", call.site);
+}
+
+// By the last lane of the warp.
+void arrive_at_barrier(void* const* operands) {
+  Worker& w = *worker;
+  const BarrierCall call = *static_cast<const BarrierCall*>(operands[0]);
+  for (int lane = 1; lane < 32; ++lane) {
+    const auto& other = *static_cast<const BarrierCall*>(operands[lane]);
+    if (other.id != call.id || other.num_threads != call.num_threads) {
+      refuse(call, "another lane of the warp calls " + name(other));
+    }
+  }
+  NamedBarrier& barrier = w.named_barriers[call.id];
+  const int warp = w.order[w.position] / 32, first = 32 * warp;
+  if (barrier.arrived == 0) {
+    barrier.num_threads = call.num_threads;
+    barrier.site = call.site;
+  }
+  w.has_named_barriers = true;
+  if (barrier.num_threads != call.num_threads) {
+    refuse(call, "the barrier is under way for " + std::to_string(barrier.num_threads) +
+                     " threads, since " + name(barrier.site));
+  }
+  if (barrier.arrived >> warp & 1u) {
+    refuse(call, "the warp has already arrived, and only " + std::to_string(barrier.num_arrived()) +
+                     " threads have so far");
+  }
+  if (call.id == 0 && w.num_at_barrier > 0) {
+    for (const Fiber& fiber : w.fibers) {
+      if (fiber.state == State::at_barrier) report_mixed_barriers(fiber, call.site);
+    }
+  }
+  barrier.arrived |= 1u << warp;
+  for (int lane = 0; call.waits && lane < 32; ++lane) {
+    Fiber& fiber = w.fibers[first + lane];
+    fiber.state = State::at_named_barrier;
+    fiber.barrier_id = call.id;
+    barrier.waiting |= 1u << warp;
+  }
+  if (call.num_threads == int(w.fibers.size()) && w.num_done > 0) {
+    for (const Fiber& fiber : w.fibers) {
+      const bool has_arrived = barrier.arrived >> ((&fiber - w.fibers.data()) / 32) & 1u;
+      if (fiber.state == State::done && !has_arrived) {
+        refuse(call, "not reached by every thread: thread " + name(fiber.index) + " has returned");
+      }
+    }
+  }
+  if (barrier.num_arrived() < barrier.num_threads) return;
+  for (uint32_t warps = barrier.waiting; warps != 0; warps &= warps - 1) {
+    const int waiting = 32 * __builtin_ctz(warps);
+    for (int lane = 0; lane < 32; ++lane) w.fibers[waiting + lane].state = State::ready;
+  }
+  barrier = {};
+}
+
+void call_barrier(BarrierCall call, const Collective& collective) {
+  const int num_threads = int(worker->fibers.size());
+  if (call.id < 0 || call.id >= kNumNamedBarriers) refuse(call, "barriers are 0 to 15");
+  if (call.num_threads <= 0 || call.num_threads % 32 != 0 || call.num_threads > num_threads) {
+    refuse(call, "the number of threads is a multiple of 32, up to the " +
+                     std::to_string(num_threads) + " of the block");
+  }
+  warp_collective(collective, &call, call.site);
+}
+
+constexpr Collective kBarrierSync{"barrier_sync", arrive_at_barrier};
+constexpr Collective kBarrierArrive{"barrier_arrive", arrive_at_barrier};
+
+}  // namespace
+
+void barrier_sync(int id, int num_threads, Site site) {
+  call_barrier({id, num_threads, true, site}, kBarrierSync);
+}
+
+void barrier_arrive(int id, int num_threads, Site site) {
+  call_barrier({id, num_threads, false, site}, kBarrierArrive);
+}
+
+// ---------------------------------------------------------------- asynchronous copies
+
+void require_address(const char* function, const void* address, size_t bytes, bool is_shared,
+                     Site site) {
+  const auto value = reinterpret_cast<uintptr_t>(address);
+  char text[160];
+  const char* what = nullptr;
+  if ((value & (bytes - 1)) != 0 && !(kChecked && checker::active())) {
+    what = "misaligned: address 0x%zx, not a multiple of 16";
+  } else if (is_shared &&
+             value - reinterpret_cast<uintptr_t>(fa2_dynamic_smem) >= kMaxSharedBytes) {
+    const Library& library = *worker->launch->library;
+    what = "address 0x%zx, which is not one of shared memory";
+    const uintptr_t block = library.shared_arrays.empty()
+                                ? 0
+                                : reinterpret_cast<uintptr_t>(thread_local_block(library));
+    for (const SharedArray& array : library.shared_arrays) {
+      if (value - (block + array.offset) < array.bytes) what = nullptr;
+    }
+  }
+  if (what == nullptr) return;
+  std::snprintf(text, sizeof(text), what, size_t(value));
+  abandon_block(cudaErrorIllegalAddress,
+                std::string(function) + "() at " + name(site) + ": " + text, "memcheck", site);
+}
+
+void cp_async_16(void* shared, const void* global, bool inside, Site site) {
+  Worker& w = *worker;
+  require_address("cp_async_16", shared, 16, true, site);
+  require_address("cp_async_16", global, 16, false, site);
+  Copies& copies = w.current().copies;
+  w.has_copies = true;
+  if (copies.num_landed == copies.queue.size()) {
+    copies.queue.clear();
+    copies.num_landed = 0;
+    for (size_t& end : copies.groups) end = 0;  // of groups without copies
+  }
+  Copies::Copy copy{shared, {}};
+  if (inside) std::memcpy(copy.data, global, sizeof(copy.data));
+  std::memset(shared, kPoison, sizeof(copy.data));
+  w.in_fiber = false;  // the time limit must not leave while memory is allocated
+  copies.queue.push_back(copy);
+  w.in_fiber = true;
+}
+
+void cp_async_commit() {
+  Worker& w = *worker;
+  Copies& copies = w.current().copies;
+  w.has_copies = true;
+  w.in_fiber = false;
+  copies.groups.push_back(copies.queue.size());
+  w.in_fiber = true;
+}
+
+void cp_async_wait(int num_pending) {
+  Copies& copies = worker->current().copies;
+  if (copies.groups.size() <= size_t(num_pending)) return;
+  const auto last = copies.groups.end() - num_pending;
+  for (const size_t end = last[-1]; copies.num_landed < end; ++copies.num_landed) {
+    const Copies::Copy& copy = copies.queue[copies.num_landed];
+    std::memcpy(copy.target, copy.data, sizeof(copy.data));
+  }
+  copies.groups.erase(copies.groups.begin(), last);
 }
 
 unsigned active_mask(Site site) {

@@ -62,6 +62,11 @@ struct Library {
 
 const Library& library_of(const void* address);
 
+// Ends the block for an access of the running thread to an address that is not a multiple of `bytes`, or, if
+// `is_shared`, not one of shared memory. With the checker at work only the latter: it reports the former.
+void require_address(const char* function, const void* address, size_t bytes, bool is_shared,
+                     Site site);
+
 // Address of the calling OS thread's copy of a library's thread-local block.
 char* thread_local_block(const Library& library);
 
