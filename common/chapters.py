@@ -35,6 +35,8 @@ class ChapterInfo:
 
     ``deterministic`` is "always" (the same bits on every run), "never", or "flag" (when asked for).
     ``dq_rounded_every``: dQ is summed in its own dtype and rounded after every so many keys; see ``compare``.
+    ``row_alignment``: bytes of which the address of every row is a multiple, because the kernel loads so many
+    at once; an input that is not laid out so is copied first.
     ``traffic``: formulas as text; ``formulas`` reads them.
     """
 
@@ -49,6 +51,7 @@ class ChapterInfo:
     min_compute_capability: tuple[int, int] = (7, 5)
     deterministic: str = "always"
     dq_rounded_every: int | None = None
+    row_alignment: int = 1
     traffic: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -80,6 +83,7 @@ def _read_info(folder: Path) -> ChapterInfo:
             min_compute_capability=(int(major), int(minor)),
             deterministic=data["deterministic"],
             dq_rounded_every=data.get("dq_rounded_every"),
+            row_alignment=data.get("row_alignment", 1),
             traffic=data.get("traffic", {}),
         )
     except (KeyError, ValueError, TypeError) as error:  # TOMLDecodeError is a ValueError
@@ -342,7 +346,7 @@ class Chapter:
             statistics = (row_max, row_sum) if return_row_stats else (None, None)
             self._launch(
                 "forward",
-                [_dense_rows(tensor) for tensor in (q, k, v)],
+                [self._laid_out(tensor) for tensor in (q, k, v)],
                 [out, lse, *statistics],
                 (scale, bool(is_causal)),
             )
@@ -399,11 +403,22 @@ class Chapter:
         else:
             self._launch(
                 "backward",
-                [*(_dense_rows(tensor) for tensor in (q, k, v, out, dout)), lse.contiguous()],
+                [*(self._laid_out(tensor) for tensor in (q, k, v, out, dout)), lse.contiguous()],
                 [dq, dk, dv],
                 (scale, bool(is_causal), bool(deterministic)),
             )
         return dq, dk, dv
+
+    def _laid_out(self, tensor: Tensor) -> Tensor:
+        """The tensor with a dense last axis and aligned rows: kernels take any strides besides."""
+        size, alignment = tensor.element_size(), self.info.row_alignment
+        aligned = tensor.data_ptr() % alignment == 0 and all(
+            stride * size % alignment == 0
+            for stride, extent in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+            if extent > 1
+        )
+        # A contiguous tensor may still start anywhere in its storage.
+        return tensor if tensor.stride(-1) == 1 and aligned else tensor.clone(memory_format=torch.contiguous_format)
 
     def _launch(
         self,
@@ -496,13 +511,13 @@ class Chapter:
         layout = _workspace(library, backward, sizes, bool(is_causal), bool(deterministic))
         if backward:
             names = ("q", "k", "v", "out", "dout", "lse")
-            inputs = [*(_dense_rows(t) for t in (q, k, v, out, dout)), lse.contiguous()]
+            inputs = [*(self._laid_out(t) for t in (q, k, v, out, dout)), lse.contiguous()]
             outputs = {name: torch.empty_like(t, memory_format=torch.contiguous_format, device="meta")
                        for name, t in (("dq", q), ("dk", k), ("dv", v))}  # fmt: skip
             options = (scale, bool(is_causal), bool(deterministic))
         else:
             names = ("q", "k", "v")
-            inputs = [_dense_rows(t) for t in (q, k, v)]
+            inputs = [self._laid_out(t) for t in (q, k, v)]
             outputs = {"out": torch.empty(q.shape, dtype=q.dtype, device="meta")}
             for name in ("lse", "row_max", "row_sum")[: 3 if return_row_stats else 1]:
                 outputs[name] = torch.empty(q.shape[:3], device="meta")
@@ -575,11 +590,6 @@ def _uninitialised(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | No
     if tensor.device.type == "cpu" and tensor.numel():
         tensor.view(torch.uint8).fill_(0xFF)
     return tensor
-
-
-def _dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor with a dense last axis: kernels take any strides but there."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def load_chapter(

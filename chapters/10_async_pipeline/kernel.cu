@@ -1,0 +1,483 @@
+// 10_async_pipeline: copies, products and additions overlap.
+//
+//   delta = rowsum(O ∘ dO)
+//   Sᵀ = softmax_scale · K Qᵀ   Pᵀ = exp(Sᵀ - lse)   dPᵀ = V dOᵀ   dSᵀ = Pᵀ ∘ (dPᵀ - delta)
+//   dV += Pᵀ dO                 dK += softmax_scale · dSᵀ Q        dQ_accum[split] += dS K
+//   dQ = softmax_scale · Σ dQ_accum[split]
+//
+// The change: nothing waits that need not. While a tile of queries is multiplied, the next one is on its way
+// (cp.async, two stages). A warp owns 16 keys, of S and dP too: transposed, Pᵀ and dSᵀ are at once the A of
+// dV and dK, and only dS crosses from warp to warp, into the dQ of the next iteration. That leaves one barrier
+// per tile. Tiles are swizzled instead of padded; dQ_accum holds fragments as the registers do, so that a warp
+// adds 512 bytes in one piece; the blocks of a head run side by side, so that its dQ_accum stays in the L2
+// cache, those with the most queries first.
+//
+// Grid: (batch · num_heads · blocks of keys; with deterministic, splits). Block: a warp for every 16 keys.
+// Shared memory: K, V; two stages of Q, dO, dS. Global scratch: lse_log2, neg_delta, dq_accum.
+#include "common/cuda/architecture.h"
+#include "common/cuda/async_copy.h"
+#include "common/cuda/attention.h"
+#include "common/cuda/launch.h"
+#include "common/cuda/reduce.h"
+#include "common/cuda/tensor_core.h"
+
+namespace {
+
+static_assert(sizeof(Element) == 2, "tensor cores multiply fp16 or bf16 here; for fp32 use 08");
+
+constexpr int kPaddedDim = kHeadDim <= 64 ? 64 : 128;  // a row of a tile is one or two times 128 bytes
+constexpr int kNumStages = 2;
+constexpr int kMaxSplits = 8;  // with deterministic
+constexpr float kLog2e = 1.44269504f;
+
+// The largest tiles that fit: queries and keys.
+struct TileShape {
+  int m, n;
+};
+constexpr TileShape tile_shape() {
+  const bool is_large = kMaxSharedBytes >= 163 * 1024;  // compute capability 8.0 and 9.0
+  if (kPaddedDim == 64) return is_large ? TileShape{128, 128} : TileShape{64, 128};
+  return is_large ? TileShape{64, 128} : TileShape{32, 64};
+}
+constexpr int kBlockM = tile_shape().m;
+constexpr int kBlockN = tile_shape().n;
+constexpr int kNumWarps = kBlockN / 16;
+constexpr int kNumThreads = 32 * kNumWarps;
+// A warp's share of dQ.
+constexpr int kRowsDq = 32;
+constexpr int kColsDq = kBlockM * kPaddedDim / kRowsDq / kNumWarps;
+
+struct SharedMemory {
+  Element sK[kBlockN][kPaddedDim];
+  Element sV[kBlockN][kPaddedDim];
+  Element sQ[kNumStages][kBlockM][kPaddedDim];
+  Element sdO[kNumStages][kBlockM][kPaddedDim];
+  Element sdS[kNumStages][kBlockN][kBlockM];  // transposed: a row is a key
+  float lse_log2[kNumStages][kBlockM];
+  float neg_delta[kNumStages][kBlockM];
+};
+static_assert(sizeof(SharedMemory) <= kMaxSharedBytes, "of a block");
+
+// ---------------------------------------------------------------- swizzled tiles
+
+// Rows are multiples of 128 bytes, so without care ldmatrix would find the 8 rows of a matrix in the same
+// banks. Chunk c (16 bytes) of row r lies at chunk c ^ (r % 8).
+__device__ int swizzle(int row, int col) {
+  return col ^ row % 8 * 8;
+}
+
+// Where a lane points ldmatrix within 16 rows and columns of a tile, as an offset in elements. Four 8x8
+// matrices: in `first`, down, then right; in `second`, right, then down.
+template <int kCols>
+struct LaneOffset {
+  int first, second;
+
+  __device__ LaneOffset() {
+    const int lane = threadIdx.x % 32;
+    first = lane % 16 * kCols + swizzle(lane, lane / 16 * 8);
+    second = (lane % 8 + lane / 16 * 8) * kCols + swizzle(lane, lane / 8 % 2 * 8);
+  }
+};
+
+// The address of a lane's row for the 16x16 elements at (row, col), both multiples of 16.
+template <int kCols>
+__device__ const Element* at(const Element (*tile)[kCols], int row, int col, int lane_offset) {
+  return tile[row] + (lane_offset ^ col);
+}
+template <int kCols>
+__device__ Element* at(Element (*tile)[kCols], int row, int col, int lane_offset) {
+  return tile[row] + (lane_offset ^ col);
+}
+
+// Starts copying rows [row_start, row_start + kRows) of a matrix with num_rows rows into a tile. What lies past
+// the matrix' end becomes zeros.
+template <int kRows>
+__device__ void copy_tile(Element (*tile)[kPaddedDim], const Element* matrix, int64_t row_stride,
+                          int row_start, int num_rows) {
+  constexpr int kChunks = kPaddedDim / 8;  // of a row
+  constexpr int kStep = kNumThreads / kChunks;
+  const int first_row = threadIdx.x / kChunks, col = threadIdx.x % kChunks * 8;
+  const Element* source = matrix + (row_start + first_row) * row_stride + col;
+  Element* target = &tile[first_row][swizzle(first_row, col)];
+  static_assert(kRows % kStep == 0 && kStep % 8 == 0, "a thread's rows have one swizzle");
+#pragma unroll
+  for (int row = 0; row < kRows; row += kStep) {
+    const bool inside = row_start + first_row + row < num_rows && col < kHeadDim;
+    cp_async_16(target + row * kPaddedDim, source + row * row_stride, inside);
+  }
+}
+
+// Starts copying kBlockM numbers, of rows that exist: the scratch arrays are padded to whole tiles.
+__device__ void copy_statistics(float* target, const float* source) {
+  if (threadIdx.x < kBlockM / 4) {
+    cp_async_16(target + 4 * threadIdx.x, source + 4 * threadIdx.x);
+  }
+}
+
+// ---------------------------------------------------------------- products of one warp
+
+// acc [16 kRowTiles, 8 kColTiles] += A Bᵀ, A rows [row_a, ...) and B rows [0, 8 kColTiles) of two tiles.
+template <int kRowTiles, int kColTiles>
+__device__ void add_product_bt(float (&acc)[kRowTiles][kColTiles][4],
+                               const Element (*a)[kPaddedDim], const Element (*b)[kPaddedDim],
+                               LaneOffset<kPaddedDim> lane) {
+#pragma unroll
+  for (int k = 0; k < kPaddedDim; k += 16) {
+    uint32_t fragment_a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) ldmatrix(fragment_a[i], at(a, 16 * i, k, lane.first));
+#pragma unroll
+    for (int j = 0; j < kColTiles; j += 2) {
+      uint32_t fragment_b[4];
+      ldmatrix(fragment_b, at(b, 8 * j, k, lane.second));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        mma<Element>(acc[i][j], fragment_a[i], fragment_b[0], fragment_b[1]);
+        mma<Element>(acc[i][j + 1], fragment_a[i], fragment_b[2], fragment_b[3]);
+      }
+    }
+  }
+}
+
+// acc [16 kRowTiles, kPaddedDim] += A B, A in registers, kInner rows of B in shared memory.
+template <int kRowTiles, int kInnerTiles>
+__device__ void add_product_ra(float (&acc)[kRowTiles][kPaddedDim / 8][4],
+                               const uint32_t (&a)[kRowTiles][kInnerTiles][4],
+                               const Element (*b)[kPaddedDim], LaneOffset<kPaddedDim> lane) {
+#pragma unroll
+  for (int k = 0; k < kInnerTiles; ++k) {
+#pragma unroll
+    for (int j = 0; j < kPaddedDim / 8; j += 2) {
+      uint32_t fragment_b[4];
+      ldmatrix_trans(fragment_b, at(b, 16 * k, 8 * j, lane.first));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        mma<Element>(acc[i][j], a[i][k], fragment_b[0], fragment_b[1]);
+        mma<Element>(acc[i][j + 1], a[i][k], fragment_b[2], fragment_b[3]);
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------- before and after
+
+__host__ __device__ int num_m_blocks(const BackwardParams& params) {
+  return (params.seqlen_q + kBlockM - 1) / kBlockM;
+}
+__host__ __device__ int num_n_blocks(const BackwardParams& params) {
+  return (params.seqlen_k + kBlockN - 1) / kBlockN;
+}
+// The number of accumulators of a head.
+__host__ __device__ int num_splits(const BackwardParams& params) {
+  return params.deterministic ? min(num_n_blocks(params), kMaxSplits) : 1;
+}
+// Rows of a head in the scratch arrays: whole tiles.
+__host__ __device__ int64_t padded_rows(const BackwardParams& params) {
+  return int64_t(num_m_blocks(params)) * kBlockM;
+}
+// Elements of dq_accum that belong to one split.
+__host__ __device__ int64_t split_elements(const BackwardParams& params) {
+  return int64_t(params.batch) * params.num_heads * padded_rows(params) * kPaddedDim;
+}
+
+// The sum of the products of eight elements.
+__device__ float dot(uint4 x, uint4 y) {
+  const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 c = unpack<Element>(a[i]), d = unpack<Element>(b[i]);
+    sum += c.x * d.x + c.y * d.y;
+  }
+  return sum;
+}
+
+// neg_delta = -rowsum(O ∘ dO) and lse_log2 = -lse · log2 e, and zeros in dq_accum. A row that sees no key
+// (lse = -inf) and a row past the last get lse_log2 = -inf, which makes their P zero.
+constexpr int kThreadsPerRow = kPaddedDim / 8;
+__global__ void __launch_bounds__(256)
+    prepare_kernel(const BackwardParams params, float* lse_log2, float* neg_delta,
+                   float* dq_accum) {
+  const int batch = blockIdx.x / params.num_heads, head = blockIdx.x % params.num_heads;
+  const Element* out = params.out + params.out_strides.offset(batch, head);
+  const Element* dout = params.dout + params.dout_strides.offset(batch, head);
+  const float* lse = params.lse + int64_t(blockIdx.x) * params.seqlen_q;
+  const int64_t first_row = blockIdx.x * padded_rows(params);
+  const int col = threadIdx.x % kThreadsPerRow * 8;
+  for (int64_t row = blockIdx.y * (256 / kThreadsPerRow) + threadIdx.x / kThreadsPerRow;
+       row < padded_rows(params); row += gridDim.y * (256 / kThreadsPerRow)) {
+    float sum = 0.0f;
+    if (row < params.seqlen_q && col < kHeadDim) {
+      sum = dot(*reinterpret_cast<const uint4*>(out + row * params.out_strides.row + col),
+                *reinterpret_cast<const uint4*>(dout + row * params.dout_strides.row + col));
+    }
+#pragma unroll
+    for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, offset);
+    }
+    if (col == 0) {
+      const float row_lse = row < params.seqlen_q ? lse[row] : -INFINITY;
+      lse_log2[first_row + row] = row_lse == -INFINITY ? -INFINITY : -row_lse * kLog2e;
+      neg_delta[first_row + row] = -sum;
+    }
+    for (int split = 0; split < num_splits(params); ++split) {
+      float* accum = dq_accum + split * split_elements(params) + (first_row + row) * kPaddedDim;
+      *reinterpret_cast<float4*>(accum + col) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      *reinterpret_cast<float4*>(accum + col + 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+}
+
+// dQ = softmax_scale · Σ dQ_accum[split], in the order of the splits, rounded to the output's dtype. dq_accum
+// is [rows / 16][kPaddedDim / 8][lane][4]; a thread takes what four lanes hold: 8 columns of two rows.
+__global__ void __launch_bounds__(256)
+    convert_kernel(const BackwardParams params, const float* dq_accum) {
+  constexpr int kCols = kHeadDim / 8;
+  const int64_t num_pieces = padded_rows(params) / 2 * kCols;  // of one head
+  const float* head_accum = dq_accum + blockIdx.x * padded_rows(params) * kPaddedDim;
+  Element* dq = params.dq + int64_t(blockIdx.x) * params.seqlen_q * kHeadDim;
+  for (int64_t i = int64_t(blockIdx.y) * 256 + threadIdx.x; i < num_pieces;
+       i += int64_t(gridDim.y) * 256) {
+    const int64_t row = i / kCols / 8 * 16 + i / kCols % 8;
+    const int col = i % kCols;
+    const float* fragment =
+        head_accum + ((row / 16 * (kPaddedDim / 8) + col) * 32 + row % 8 * 4) * 4;
+    float4 sum[4] = {};
+    for (int split = 0; split < num_splits(params); ++split) {
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const float4 x = *reinterpret_cast<const float4*>(fragment + 4 * t);
+        sum[t].x += x.x, sum[t].y += x.y, sum[t].z += x.z, sum[t].w += x.w;
+      }
+      fragment += split_elements(params);
+    }
+    uint32_t upper[4], lower[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      upper[t] = pack<Element>(params.softmax_scale * sum[t].x, params.softmax_scale * sum[t].y);
+      lower[t] = pack<Element>(params.softmax_scale * sum[t].z, params.softmax_scale * sum[t].w);
+    }
+    uint4* target = reinterpret_cast<uint4*>(dq + row * kHeadDim + 8 * col);
+    if (row < params.seqlen_q) *target = make_uint4(upper[0], upper[1], upper[2], upper[3]);
+    if (row + 8 < params.seqlen_q) {
+      target[kHeadDim] = make_uint4(lower[0], lower[1], lower[2], lower[3]);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- the main kernel
+
+// The tiles of queries that a block of keys visits: from the first one in which some query sees a key; without
+// a mask all of them, starting at a place that differs from block to block, so that blocks that run side by
+// side add to different parts of dq_accum.
+struct QueryTiles {
+  int first, count, num_m_blocks;
+
+  __device__ QueryTiles(const BackwardParams& params, int n_start)
+      : num_m_blocks(::num_m_blocks(params)) {
+    if (params.is_causal) {
+      const int64_t first_row = int64_t(n_start) - (params.seqlen_k - params.seqlen_q);
+      first = static_cast<int>(min(max(first_row, int64_t(0)) / kBlockM, int64_t(num_m_blocks)));
+      count = num_m_blocks - first;
+    } else {
+      first = n_start / kBlockM % num_m_blocks;
+      count = num_m_blocks;
+    }
+  }
+  __device__ int operator[](int i) const {
+    const int m_block = first + i;
+    return m_block < num_m_blocks ? m_block : m_block - num_m_blocks;
+  }
+};
+
+// Outer K: a block owns kBlockN keys of one head and walks over the queries.
+__global__ void __launch_bounds__(kNumThreads, 1)
+    backward_kernel(const BackwardParams params, const float* lse_log2, const float* neg_delta,
+                    float* dq_accum) {
+  SharedMemory& smem = *dynamic_smem<SharedMemory>();
+  // The shuffle tells the compiler that the number is the same in all lanes.
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32;
+  const int warp_key = 16 * warp;  // first key of this warp in the tile
+  const LaneOffset<kPaddedDim> lane_offset;
+  const LaneOffset<kBlockM> lane_offset_ds;
+  const float scale_log2 = params.softmax_scale * kLog2e;
+
+  const int blocks_per_head = params.deterministic ? num_splits(params) : num_n_blocks(params);
+  const int head_index = blockIdx.x / blocks_per_head, first_block = blockIdx.x % blocks_per_head;
+  const int batch = head_index / params.num_heads, head = head_index % params.num_heads;
+  const Element* q = params.q + params.q_strides.offset(batch, head);           // [seqlen_q, kHeadDim]
+  const Element* dout = params.dout + params.dout_strides.offset(batch, head);  // [seqlen_q, kHeadDim]
+  const Element* k = params.k + params.k_strides.offset(batch, head);           // [seqlen_k, kHeadDim]
+  const Element* v = params.v + params.v_strides.offset(batch, head);           // [seqlen_k, kHeadDim]
+  const int64_t padded_row = head_index * padded_rows(params);
+  const int64_t split = params.deterministic ? first_block : 0;
+  float* dq = dq_accum + split * split_elements(params) + padded_row * kPaddedDim;
+
+  const auto copy_queries = [&](int m_block, int stage) {
+    const int m_start = m_block * kBlockM;
+    copy_tile<kBlockM>(smem.sQ[stage], q, params.q_strides.row, m_start, params.seqlen_q);
+    copy_tile<kBlockM>(smem.sdO[stage], dout, params.dout_strides.row, m_start, params.seqlen_q);
+    copy_statistics(smem.lse_log2[stage], lse_log2 + padded_row + m_start);
+    copy_statistics(smem.neg_delta[stage], neg_delta + padded_row + m_start);
+  };
+  // 7. dQ_accum += dS K, of the tile before: by then the other warps' keys are there
+  const auto add_dq = [&](int m_block, int stage) {
+    constexpr int kTilesAcross = kPaddedDim / kColsDq;
+    const int row = warp / kTilesAcross * kRowsDq, col = warp % kTilesAcross * kColsDq;
+    float acc_dq[kRowsDq / 16][kColsDq / 8][4] = {};
+#pragma unroll
+    for (int n = 0; n < kBlockN; n += 16) {
+      uint32_t fragment_a[kRowsDq / 16][4];
+#pragma unroll
+      for (int i = 0; i < kRowsDq / 16; ++i) {
+        ldmatrix_trans(fragment_a[i], at(smem.sdS[stage], n, row + 16 * i, lane_offset_ds.second));
+      }
+#pragma unroll
+      for (int j = 0; j < kColsDq / 8; j += 2) {
+        uint32_t fragment_b[4];
+        ldmatrix_trans(fragment_b, at(smem.sK, n, col + 8 * j, lane_offset.first));
+#pragma unroll
+        for (int i = 0; i < kRowsDq / 16; ++i) {
+          mma<Element>(acc_dq[i][j], fragment_a[i], fragment_b[0], fragment_b[1]);
+          mma<Element>(acc_dq[i][j + 1], fragment_a[i], fragment_b[2], fragment_b[3]);
+        }
+      }
+    }
+    float* target = dq + (int64_t(m_block) * kBlockM + row) * kPaddedDim + (col / 8 * 32 + lane) * 4;
+#pragma unroll
+    for (int i = 0; i < kRowsDq / 16; ++i) {
+#pragma unroll
+      for (int j = 0; j < kColsDq / 8; ++j) {
+        reduce_add(target + (i * (kPaddedDim / 8) + j) * 128, acc_dq[i][j]);
+      }
+    }
+  };
+
+  for (int n_block = first_block; n_block < num_n_blocks(params); n_block += blocks_per_head) {
+    const int n_start = n_block * kBlockN;
+    const QueryTiles m_blocks(params, n_start);
+    copy_tile<kBlockN>(smem.sK, k, params.k_strides.row, n_start, params.seqlen_k);
+    copy_tile<kBlockN>(smem.sV, v, params.v_strides.row, n_start, params.seqlen_k);
+    if (m_blocks.count > 0) copy_queries(m_blocks[0], 0);
+    cp_async_commit();
+    float acc_dk[1][kPaddedDim / 8][4] = {};
+    float acc_dv[1][kPaddedDim / 8][4] = {};
+
+    for (int i = 0; i < m_blocks.count; ++i) {
+      const int stage = i % kNumStages, m_start = m_blocks[i] * kBlockM;
+      cp_async_wait<0>();
+      __syncthreads();  // tile i and dS of tile i - 1 are complete; the other stages are not read any more
+      if (i + 1 < m_blocks.count) copy_queries(m_blocks[i + 1], 1 - stage);
+      cp_async_commit();
+      if (i > 0) add_dq(m_blocks[i - 1], 1 - stage);
+
+      // 1. Sᵀ = K Qᵀ  [16, kBlockM], not scaled yet
+      float acc_s[1][kBlockM / 8][4] = {};
+      add_product_bt(acc_s, smem.sK + warp_key, smem.sQ[stage], lane_offset);
+      // 3. dPᵀ - delta = V dOᵀ - delta, for the accumulator starts at -delta
+      float acc_dp[1][kBlockM / 8][4];
+#pragma unroll
+      for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 x =
+            *reinterpret_cast<const float2*>(&smem.neg_delta[stage][8 * j + lane % 4 * 2]);
+        acc_dp[0][j][0] = acc_dp[0][j][2] = x.x;
+        acc_dp[0][j][1] = acc_dp[0][j][3] = x.y;
+      }
+      add_product_bt(acc_dp, smem.sV + warp_key, smem.sdO[stage], lane_offset);
+
+      // The mask is needed where a query of the tile does not see every key of it; the first sees the fewest.
+      // P = 0 alone is not enough: a hidden dP may be infinite or NaN, and 0 · inf = NaN.
+      if (n_start + kBlockN > params.num_visible_keys(m_start)) {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int query = m_start + 8 * j + lane % 4 * 2 + e % 2;
+            const int key = n_start + warp_key + lane / 4 + e / 2 * 8;
+            if (key >= params.num_visible_keys(query)) {
+              acc_s[0][j][e] = -INFINITY;
+              acc_dp[0][j][e] = 0.0f;
+            }
+          }
+        }
+      }
+
+      uint32_t p[1][kBlockM / 16][4], ds[1][kBlockM / 16][4];
+#pragma unroll
+      for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 l =
+            *reinterpret_cast<const float2*>(&smem.lse_log2[stage][8 * j + lane % 4 * 2]);
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+          // 2. P = exp(S - lse)
+          const float x = fast_exp2(fmaf(acc_s[0][j][e], scale_log2, l.x));
+          const float y = fast_exp2(fmaf(acc_s[0][j][e + 1], scale_log2, l.y));
+          // 4. dS = P ∘ (dP - delta)
+          p[0][j / 2][j % 2 * 2 + e / 2] = pack<Element>(x, y);
+          ds[0][j / 2][j % 2 * 2 + e / 2] =
+              pack<Element>(x * acc_dp[0][j][e], y * acc_dp[0][j][e + 1]);
+        }
+        if (j % 2 == 1) {
+          stmatrix(at(smem.sdS[stage], warp_key, 8 * (j - 1), lane_offset_ds.first), ds[0][j / 2]);
+        }
+      }
+      // 5. dV += Pᵀ dO  [16, kPaddedDim]
+      add_product_ra(acc_dv, p, smem.sdO[stage], lane_offset);
+      // 6. dK += dSᵀ Q  [16, kPaddedDim]
+      add_product_ra(acc_dk, ds, smem.sQ[stage], lane_offset);
+    }
+
+    cp_async_wait<0>();
+    __syncthreads();  // dS of the last tile is complete
+    if (m_blocks.count > 0) {
+      add_dq(m_blocks[m_blocks.count - 1], (m_blocks.count - 1) % kNumStages);
+    }
+    const auto store = [&](Element* gradient, const float (&acc)[1][kPaddedDim / 8][4], float scale) {
+      const int64_t first_row = int64_t(head_index) * params.seqlen_k;
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+          const int key = n_start + warp_key + lane / 4 + e / 2 * 8;
+          if (key >= params.seqlen_k) continue;
+          Element* pair = gradient + (first_row + key) * kHeadDim + 8 * j + lane % 4 * 2;
+          *reinterpret_cast<uint32_t*>(pair) =
+              pack<Element>(scale * acc[0][j][e], scale * acc[0][j][e + 1]);
+        }
+      }
+    };
+    store(params.dk, acc_dk, params.softmax_scale);
+    store(params.dv, acc_dv, 1.0f);
+    if (params.deterministic) __syncthreads();  // sK is still read by the last dQ product
+  }
+}
+
+}  // namespace
+
+void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
+  const int64_t heads = int64_t(params.batch) * params.num_heads;
+  layout.add<float>("lse_log2", {heads, padded_rows(params)});
+  layout.add<float>("neg_delta", {heads, padded_rows(params)});
+  layout.add<float>("dq_accum", {num_splits(params), heads, padded_rows(params), kPaddedDim});
+}
+
+cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+  WorkspaceLayout layout;
+  describe_workspace(params, layout);
+  float* lse_log2 = layout.find<float>(workspace, "lse_log2");
+  float* neg_delta = layout.find<float>(workspace, "neg_delta");
+  float* dq_accum = layout.find<float>(workspace, "dq_accum");
+  const int64_t prepare_blocks = padded_rows(params) / (256 / kThreadsPerRow);
+  cudaError_t error = launch(prepare_kernel, head_grid(params, prepare_blocks), dim3(256), 0,
+                             stream, params, lse_log2, neg_delta, dq_accum);
+  if (error != cudaSuccess) return error;
+  const int blocks_per_head = params.deterministic ? num_splits(params) : num_n_blocks(params);
+  error = launch(backward_kernel, dim3(params.batch * params.num_heads * blocks_per_head),
+                 dim3(kNumThreads), sizeof(SharedMemory), stream, params, lse_log2, neg_delta,
+                 dq_accum);
+  if (error != cudaSuccess) return error;
+  const int64_t convert_blocks = (padded_rows(params) / 2 * (kHeadDim / 8) + 255) / 256;
+  return launch(convert_kernel, head_grid(params, convert_blocks), dim3(256), 0, stream, params,
+                dq_accum);
+}
