@@ -60,10 +60,12 @@ static_assert(sizeof(SharedMemory) <= kMaxSharedBytes, "of a block");
 
 // ---------------------------------------------------------------- swizzled tiles
 
-// Rows are multiples of 128 bytes, so without care ldmatrix would find the 8 rows of a matrix in the same
-// banks. Chunk c (16 bytes) of row r lies at chunk c ^ (r % 8).
+// ldmatrix reads the same 16-byte chunk of 8 rows, and would find them in the same banks. So chunk c of row r
+// lies at chunk c ^ (r % 8); rows of 64 bytes, of which two share the 32 banks, at c ^ (r / 2 % 4).
+template <int kCols>
 __device__ int swizzle(int row, int col) {
-  return col ^ row % 8 * 8;
+  static_assert(kCols == 32 || kCols == 64 || kCols == 128, "64, 128 or 256 bytes");
+  return kCols == 32 ? col ^ row / 2 % 4 * 8 : col ^ row % 8 * 8;
 }
 
 // Where a lane points ldmatrix within 16 rows and columns of a tile, as an offset in elements. Four 8x8
@@ -74,8 +76,8 @@ struct LaneOffset {
 
   __device__ LaneOffset() {
     const int lane = threadIdx.x % 32;
-    first = lane % 16 * kCols + swizzle(lane, lane / 16 * 8);
-    second = (lane % 8 + lane / 16 * 8) * kCols + swizzle(lane, lane / 8 % 2 * 8);
+    first = lane % 16 * kCols + swizzle<kCols>(lane % 16, lane / 16 * 8);
+    second = (lane % 8 + lane / 16 * 8) * kCols + swizzle<kCols>(lane % 8, lane / 8 % 2 * 8);
   }
 };
 
@@ -98,7 +100,7 @@ __device__ void copy_tile(Element (*tile)[kPaddedDim], const Element* matrix, in
   constexpr int kStep = kNumThreads / kChunks;
   const int first_row = threadIdx.x / kChunks, col = threadIdx.x % kChunks * 8;
   const Element* source = matrix + (row_start + first_row) * row_stride + col;
-  Element* target = &tile[first_row][swizzle(first_row, col)];
+  Element* target = &tile[first_row][swizzle<kPaddedDim>(first_row, col)];
   static_assert(kRows % kStep == 0 && kStep % 8 == 0, "a thread's rows have one swizzle");
 #pragma unroll
   for (int row = 0; row < kRows; row += kStep) {
