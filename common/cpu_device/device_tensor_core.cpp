@@ -145,6 +145,7 @@ void ldmatrix(uint32_t* r, int count, bool transposed, const void* row, Site sit
   const Collective& collective = (transposed ? kLoadTransposed : kLoad)[count / 2];
   MatrixLane self{r, {}};
   if (lane_id() < 8 * count) {
+    if constexpr (kChecked) checker::access_row(row, false, __builtin_return_address(0));
     require_address(collective.name, row, sizeof(self.row), true, site);
     std::memcpy(self.row, row, sizeof(self.row));
   }
@@ -155,7 +156,10 @@ void stmatrix(void* row, const uint32_t* r, int count, Site site) {
   const Collective& collective = kStore[count / 2];
   MatrixLane self{const_cast<uint32_t*>(r), {}};
   const bool has_row = lane_id() < 8 * count;
-  if (has_row) require_address(collective.name, row, sizeof(self.row), true, site);
+  if (has_row) {
+    if constexpr (kChecked) checker::access_row(row, true, __builtin_return_address(0));
+    require_address(collective.name, row, sizeof(self.row), true, site);
+  }
   warp_collective(collective, &self, site);
   if (has_row) std::memcpy(row, self.row, sizeof(self.row));
 }
