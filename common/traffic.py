@@ -90,7 +90,7 @@ class Requests:
 
 @dataclass(frozen=True)
 class Barriers:
-    """How often blocks (``scope`` "block"), some warps of a block ("warps") or warps ("warp") passed a barrier.
+    """How often blocks (``scope`` "block"), some warps of one ("warps") or warps ("warp") passed a barrier.
 
     A barrier that its warps call from several lines is counted at the first of them.
     """

@@ -696,7 +696,9 @@ def expected_mma(dtype: torch.dtype, *, is_random: bool) -> tuple[np.ndarray, np
 def tensor_core_input() -> tuple[np.ndarray, np.ndarray]:
     """Bits of fp32 numbers: those that pack() rounds, and those that fast_exp2() gets."""
     to_pack = [rounding_input(name)["floats"] for name in FORMATS]
-    edges = np.array([-126, -126.00001, -125.99999, -127, -149, -1000, -np.inf, np.inf, 0, -0.0, 127.99999, 128])
+    edges = np.array(
+        [-126, -126.00001, -125.99999, -127, -149, -1000, -np.inf, np.inf, 0, -0.0, 127.99999, 128]
+    )
     ordinary = (random_bits(range(4000)) >> 8) / 2**24 * 252 - 126
     exponents = np.concatenate([edges, np.arange(-130, 130), ordinary, [np.nan]]).astype(np.float32)
     return np.concatenate(to_pack), exponents.view(np.uint32)
@@ -761,6 +763,16 @@ GRID = " (grid 4x3x2, block 8x8x1, 0 bytes of shared memory)"
 ONE_BLOCK = " (grid 1x1x1, block 8x8x1, 0 bytes of shared memory)"
 ONE_THREAD = " (grid 1x1x1, block 1x1x1, 0 bytes of shared memory)"
 DEADLOCK = "deadlock, no thread of the block can go on: "
+
+ONE_BLOCK_2048 = ONE_BLOCK.replace(" 0 bytes", " 2048 bytes")
+GRID_2048 = GRID.replace(" 0 bytes", " 2048 bytes")
+
+
+def wrong_address(case: str, call: str, why: str, grid: str = GRID_2048) -> tuple[str, str]:
+    return "cudaErrorIllegalAddress", f"kernel {case}, {CULPRIT}{call}() at {line_of(case)}: {why}{grid}"
+
+
+MISALIGNED = "misaligned, the address is no multiple of 16"
 
 # Case of errors.cu -> cudaGetErrorName, the whole text of launch_error.
 ERRORS: dict[str, tuple[str, str]] = {
@@ -858,6 +870,46 @@ ERRORS: dict[str, tuple[str, str]] = {
         "cudaErrorInvalidConfiguration",
         "kernel unreached: invalid configuration: grid (4,0,1): at least 1 and at most "
         "(2147483647,65535,65535) (grid 4x0x1, block 1x1x1, 0 bytes of shared memory)",
+    ),
+    "mma_without_a_lane": (
+        "cudaErrorLaunchFailure",
+        f"kernel mma_without_a_lane, block (1,2,0), {ANY_THREAD}mma<__nv_bfloat16>() at "
+        f"{line_of('mma_without_a_lane')} needs 32 lanes, but thread (3,1,0) has returned{GRID}",
+    ),
+    "small_warp": (
+        "cudaErrorLaunchFailure",
+        f"kernel small_warp, block (0,0,0), {ANY_THREAD}mma<__half>() at {line_of('small_warp')} needs 32 "
+        f"lanes, but the last warp of the block has 8{ONE_BLOCK.replace('8x8x1', '8x5x1')}",
+    ),
+    "different_matrices": (
+        "cudaErrorLaunchTimeout",
+        f"kernel different_matrices, block (0,0,0), {ANY_THREAD}{DEADLOCK}48 threads (first (0,1,0)) wait "
+        f"for ldmatrix<2>() at {line_of('different_matrices.two')}; 16 threads (first (0,0,0)) wait for "
+        f"ldmatrix_trans<4>() at {line_of('different_matrices.four')}{ONE_BLOCK_2048}",
+    ),
+    "misaligned_row": wrong_address("misaligned_row", "stmatrix<4>", MISALIGNED),
+    "row_elsewhere": wrong_address("row_elsewhere", "ldmatrix<2>", "the address is not one of shared memory"),
+    "misaligned_target": wrong_address("misaligned_target", "cp_async_16", MISALIGNED),
+    "misaligned_source": wrong_address("misaligned_source", "cp_async_16", MISALIGNED),
+    "misaligned_sum": wrong_address("misaligned_sum", "reduce_add", MISALIGNED, GRID),
+    "crossed_barriers": (
+        "cudaErrorLaunchTimeout",
+        f"kernel crossed_barriers, block (0,0,0), {ANY_THREAD}{DEADLOCK}32 threads (first (0,0,0)) wait for "
+        f"barrier_sync(1, 64) at {line_of('crossed_barriers.one')}, at which 32 threads have arrived; 32 "
+        f"threads (first (0,4,0)) wait for barrier_sync(2, 64) at {line_of('crossed_barriers.other')}, at "
+        f"which 32 threads have arrived{ONE_BLOCK}",
+    ),
+    "barrier_runs_ahead": (
+        "cudaErrorLaunchFailure",
+        f"kernel barrier_runs_ahead, block (0,0,0), {ANY_THREAD}barrier_arrive(1, 64) at "
+        f"{line_of('barrier_runs_ahead')}: the warp has already arrived, and only 32 threads have so far"
+        f"{ONE_BLOCK}",
+    ),
+    "barrier_of_some": (
+        "cudaErrorLaunchFailure",
+        f"kernel barrier_of_some, block (1,2,0), {ANY_THREAD}barrier not reached by every thread: thread "
+        f"(N,N,0) waits for barrier_sync(0, 64) at {line_of('barrier_of_some')}, at which 32 threads have "
+        f"arrived, but thread (N,N,0) has returned{GRID}",
     ),
     "too_much_shared": (
         "cudaErrorInvalidValue",

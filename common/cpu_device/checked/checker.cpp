@@ -901,8 +901,8 @@ void resume_log() {
 // leads to it; or, if the code after a loop lies before the loop, at the loop's end.
 uint32_t find_position(uint32_t last, uint32_t next) {
   const uint32_t from = last >> 6, to = next >> 6;
-  // One instruction may log several accesses, of different kinds.
-  if (last == 0 || to > from || (to == from && last != next)) return next;
+  // One instruction may log several accesses: a read, then a write.
+  if (last == 0 || to > from || (to == from && last < next)) return next;
   const auto& loops = *state.loops;
   auto loop = std::lower_bound(loops.begin(), loops.end(), from,
                                [](Loop l, uint32_t pc) { return l.last < pc; });
