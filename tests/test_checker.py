@@ -861,6 +861,14 @@ def expected_lines() -> dict[str, list[Line]]:
             one("float2.read", "read", "x", 8, lambda i: 8 * i),
             one("float4.write", "write", "y", 16, lambda i: 16 * i),
         ],
+        "cache_hints": [
+            *(one(f"ld{hint}", "read", "x", 4, lambda i, j=j: 128 * j + 4 * i)
+              for j, hint in enumerate(("ca", "cg", "cs", "lu", "cv"))),
+            one("ldcs4", "read", "x", 16, lambda i: 16 * i),
+            *(one(f"st{hint}", "write", "y", 4, lambda i, j=j: 128 * j + 4 * i)
+              for j, hint in enumerate(("wb", "cg", "wt"))),
+            one("stcs4", "write", "y", 16, lambda i: 512 + 16 * i),
+        ],
         "narrow": [
             one("half.read", "read", "x", 2, lambda i: 2 * i),
             one("half.shifted", "read", "x", 2, lambda i: 2 * i + 2),

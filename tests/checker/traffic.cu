@@ -41,6 +41,21 @@ __global__ void wide(Memory m) {
   reinterpret_cast<float4*>(m.y)[i] = make_float4(four.x, two.x, 0, 0);  // LINE float4.write
 }
 
+// Hints change no traffic.
+__global__ void cache_hints(Memory m) {
+  const int i = threadIdx.x;
+  float sum = __ldca(m.x + i);                                           // LINE ldca
+  sum += __ldcg(m.x + 32 + i);                                           // LINE ldcg
+  sum += __ldcs(m.x + 64 + i);                                           // LINE ldcs
+  sum += __ldlu(m.x + 96 + i);                                           // LINE ldlu
+  sum += __ldcv(m.x + 128 + i);                                          // LINE ldcv
+  const float4 four = __ldcs(reinterpret_cast<const float4*>(m.x) + i);  // LINE ldcs4
+  __stwb(m.y + i, sum);                                                  // LINE stwb
+  __stcg(m.y + 32 + i, four.x);                                          // LINE stcg
+  __stwt(m.y + 64 + i, four.y);                                          // LINE stwt
+  __stcs(reinterpret_cast<float4*>(m.y) + 32 + i, four);                 // LINE stcs4
+}
+
 __global__ void narrow(Memory m) {
   const int i = threadIdx.x;
   const __half* halves = reinterpret_cast<const __half*>(m.x);
@@ -330,6 +345,7 @@ const Case kCases[] = {
     CASE(coalesced, 3, 64),
     CASE(patterns, 1, 32),
     CASE(wide, 1, 32),
+    CASE(cache_hints, 1, 32),
     CASE(narrow, 1, 32),
     CASE(structs, 1, 32),
     CASE(adds, 2, 32, 0, 96),
