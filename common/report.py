@@ -4,7 +4,8 @@ The tools carry the names of NVIDIA's compute-sanitizer, which finds the same ki
 
 - memcheck: an access outside of every tensor, scratch part and shared array, or a misaligned one;
 - initcheck: a read of shared or scratch memory that nothing has written, an output element left unwritten;
-- racecheck: two threads, or two blocks, that touch one place, one of them writing, with nothing between;
+- racecheck: two threads, or two blocks, that touch one place, one of them writing, with nothing between; an
+  access to where a cp.async may still be writing;
 - synccheck: a barrier that some threads never reach, a shuffle from a lane that takes no part.
 """
 
@@ -327,6 +328,9 @@ _RACES = {
 }
 
 
+_COPIES = {"read of a copy": "read", "write to a copy": "overwritten"}
+
+
 def _race_message(
     what: str,
     target: str,
@@ -336,6 +340,18 @@ def _race_message(
     other_block: str,
     other_thread: str,
 ) -> str:
+    if what in _COPIES:
+        same = f"thread ({other_thread}) of" in who
+        start = "that it started" if same else f"that thread ({other_thread}) started"
+        end = (
+            "no cp_async_wait() between covers it"
+            if same
+            else "no cp_async_wait() of that thread covers it, or no barrier follows the wait"
+        )
+        return (
+            f"{target} is {_COPIES[what]} at {where} by {who}, while the cp.async {start} at {other_where} "
+            f"may be under way: {end}"
+        )
     within = "after" in what  # one block
     other = f"thread ({other_thread})" + ("" if within else f" of block ({other_block})")
     text = _RACES[what].format(first=other_where, second=where, other=other, who=who)

@@ -78,6 +78,11 @@ class Requests:
         return self.lanes * self.bytes_per_lane
 
     @property
+    def additions(self) -> int:
+        """Of an atomic: one for each thread, and four where it adds a vector (``reduce_add``)."""
+        return self.lanes * (4 if self.bytes_per_lane == 16 else 1)
+
+    @property
     def transactions_per_request(self) -> float:
         """Sectors (4 of 32 bytes are the best 32 fp32 elements can do), or bank-conflict ways (1 is best)."""
         return self.transactions / max(self.requests, 1)
@@ -85,7 +90,10 @@ class Requests:
 
 @dataclass(frozen=True)
 class Barriers:
-    """How often blocks (``scope`` "block") or warps ("warp") passed one barrier."""
+    """How often blocks (``scope`` "block"), some warps of one ("warps") or warps ("warp") passed a barrier.
+
+    A barrier that its warps call from several lines is counted at the first of them.
+    """
 
     launch: int
     kernel: str
@@ -144,6 +152,11 @@ class Traffic:
         return sum(b.count for b in self.barriers if b.scope == "block")
 
     @property
+    def partial_barriers(self) -> int:
+        """Named barriers that some warps of a block passed, each counted once."""
+        return sum(b.count for b in self.barriers if b.scope == "warps")
+
+    @property
     def warp_barriers(self) -> int:
         """``__syncwarp`` passed, each counted once per warp."""
         return sum(b.count for b in self.barriers if b.scope == "warp")
@@ -194,7 +207,7 @@ class Traffic:
             if r.operation == "read":
                 traffic.read += r.bytes
             elif r.operation == "atomic":
-                traffic.atomics += r.lanes
+                traffic.atomics += r.additions
                 traffic.atomic_bytes += r.bytes
             else:
                 traffic.written += r.bytes
@@ -212,7 +225,10 @@ class Traffic:
             rows.append(f"{name:<10}{t.read:>14,}{t.written:>14,}{ideal:>14,}{t.atomics:>12,}")
         shared = self.shared
         rows.append(f"{SHARED:<10}{shared.read:>14,}{shared.written:>14,}{'':>14}{shared.atomics:>12,}")
-        rows.append(f"barriers passed: {self.block_barriers:,} by blocks, {self.warp_barriers:,} by warps")
+        partial = f", {self.partial_barriers:,} by parts of blocks" if self.partial_barriers else ""
+        rows.append(
+            f"barriers passed: {self.block_barriers:,} by blocks{partial}, {self.warp_barriers:,} by warps"
+        )
         return "\n".join(rows)
 
     def line_table(self) -> str:

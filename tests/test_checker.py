@@ -214,6 +214,23 @@ def stop(case: str, text: str, tool: str = "synccheck", **fields: object) -> Mis
     return Mistake(case, tool, text, **fields)
 
 
+def under_way(case: str, text: str, **fields: object) -> Mistake:
+    """An access to where a copy of another thread may still be writing."""
+    fields = {"where": f"{case}.read", "other": f"{case}.copy", "num_outputs": 64, "size": 256} | fields
+    end = (
+        "may be under way: no cp_async_wait() of that thread covers it, or no barrier follows the wait"
+        if "that thread" in text
+        else "may be under way: no cp_async_wait() between covers it"
+    )
+    return Mistake(case, "racecheck", f"{text} at {{other}} {end}", **fields)
+
+
+def stop_early(case: str, text: str, thread: int, **fields: object) -> Mistake:
+    """Of the cases with named barriers: in the only block."""
+    fields = {"block": (0, 0, 0), "size": 256} | fields
+    return stop(case, f"thread ({thread},0,0) of block (0,0,0): {text}", thread=(thread, 0, 0), **fields)
+
+
 NOWHERE = "the address is in no tensor, scratch part or shared array"
 LATE = (
     "thread (37,0,0) of block (1,0,0): the block has not ended after 0.2 s (endless loop?); the limit is "
@@ -404,6 +421,124 @@ MISTAKES = {
              "thread (37,0,0) of block (1,0,0): stack overflow: more than 128 KiB of local variables (at "
              "{where})", "error"),
     ],
+    "copies": [
+        under_way("copy_barrier_read",
+                  "tile[124] is read at {where} by thread (63,0,0) of block (0,0,0), while the cp.async that "
+                  "thread (31,0,0) started", thread=(63, 0, 0), memory="tile", index=(124,), count=64),
+        under_way("copy_wait_read",
+                  "tile[128] is read at {where} by thread (0,0,0) of block (0,0,0), while the cp.async that "
+                  "thread (32,0,0) started", memory="tile", index=(128,), count=64),
+        under_way("copy_barrier_wait_read",
+                  "tile[124] is read at {where} by thread (63,0,0) of block (0,0,0), while the cp.async that "
+                  "thread (31,0,0) started", thread=(63, 0, 0), memory="tile", index=(124,), count=64),
+        under_way("copy_read_own",
+                  "tile[1] is read at {where} by thread (0,0,0) of block (0,0,0), while the cp.async that it "
+                  "started", memory="tile", index=(1,), count=64),
+        under_way("copy_without_commit",
+                  "tile[0] is read at {where} by thread (0,0,0) of block (0,0,0), while the cp.async that it "
+                  "started", memory="tile", index=(0,), count=64),
+        under_way("too_few_groups",
+                  "second[120] is read at {where} by thread (62,0,0) of block (0,0,0), while the cp.async "
+                  "that thread (30,0,0) started",
+                  thread=(62, 0, 0), memory="second", index=(120,), count=64),
+        race("stage_overwritten",
+             "tile[0][252] is read at {other} by thread (31,0,0) and overwritten at {where} by thread "
+             "(63,0,0) of block (0,0,0)", where="stage_overwritten.write", other="stage_overwritten.read",
+             thread=(63, 0, 0), memory="tile", index=(0, 252), count=256, size=256),
+        under_way("copy_barrier_write",
+                  "tile[126] is overwritten at {where} by thread (63,0,0) of block (0,0,0), while the "
+                  "cp.async that thread (31,0,0) started", where="copy_barrier_write.write",
+                  thread=(63, 0, 0), memory="tile", index=(126,), count=64),
+        under_way("copy_twice",
+                  "tile[0] is overwritten at {where} by thread (0,0,0) of block (0,0,0), while the cp.async "
+                  "that it started", where="copy_twice", other="copy_twice",
+                  memory="tile", index=(0,), count=256),
+        out_of_bounds("copies_past_end", "reads 16 bytes", "just past the end of x [240] (4 times)",
+                      thread=(60, 0, 0), memory="x", count=4, size=240, num_outputs=64),
+        Mistake("copies_misaligned", "memcheck",
+                "thread (5,0,0) of block (0,0,0) accesses 16 bytes of x[22] at {where}, whose address is no "
+                "multiple of 16", thread=(5, 0, 0), memory="x", index=(22,), size=256, num_outputs=64),
+        out_of_bounds("copies_past_shared", "writes 16 bytes",
+                      "just past the end of the 1,008 bytes of shared memory",
+                      thread=(63, 0, 0), memory=SHARED, size=256, num_outputs=64),
+        Mistake("misaligned_row", "memcheck",
+                "thread (5,0,0) of block (0,0,0) accesses 16 bytes of numbers[124] at {where}, whose address "
+                "is no multiple of 16", thread=(5, 0, 0), memory="numbers", index=(124,)),
+        out_of_bounds("row_past_end", "reads 16 bytes",
+                      "just past the end of the 1,488 bytes of shared memory",
+                      thread=(31, 0, 0), memory=SHARED),
+        unwritten("unwritten_row", "reads numbers[744]",
+                  thread=(31, 0, 0), memory="numbers", index=(744,), count=8),
+        race("rows_without_barrier",
+             "numbers[1] is written at {other} by thread (1,0,0) and read at {where} by thread (0,0,0) of "
+             "block (0,0,0)", memory="numbers", index=(1,), count=248, num_outputs=32),
+        race("store_without_barrier",
+             "numbers[721] is written at {other} by thread (30,0,0) and read at {where} by thread (31,0,0) "
+             "of block (0,0,0)", thread=(31, 0, 0), memory="numbers", index=(721,), count=32,
+             num_outputs=32),
+        Mistake("row_in_global_memory", "memcheck",
+                "thread (0,0,0) of block (0,0,0): ldmatrix<1>() at {where}: the address is not one of "
+                "shared memory", ends=True, size=256),
+        race("handover_without_barrier",
+             "tile[1] is read at {other} by thread (32,0,0) and overwritten at {where} by thread (1,0,0) of "
+             "block (0,0,0)", where="handover_without_barrier.write", other="handover_without_barrier.read",
+             thread=(1, 0, 0), memory="tile", index=(1,), count=32, num_outputs=32),
+        race("wrong_barrier",
+             "second[30] is read at {other} by thread (63,0,0) and overwritten at {where} by thread "
+             "(30,0,0) of block (0,0,0)", where="wrong_barrier.write", other="wrong_barrier.read",
+             thread=(30, 0, 0), memory="second", index=(30,), count=32, num_outputs=32),
+        race("reads_what_it_gave_back",
+             "tile[30] is read at {other} by thread (63,0,0) and overwritten at {where} by thread (30,0,0) "
+             "of block (0,0,0)", where="refill.write", other="refill.late_read",
+             thread=(30, 0, 0), memory="tile", index=(30,), count=188, num_outputs=32),
+        race("forgets_a_reader",
+             "tile[0] is read at {other} by thread (97,0,0) and overwritten at {where} by thread (0,0,0) of "
+             "block (0,0,0)", where="refill.write", other="refill.read",
+             memory="tile", index=(0,), count=64, num_outputs=32),
+        race("arrives_and_reads",
+             "tile[30] is read at {other} by thread (63,0,0) and overwritten at {where} by thread (30,0,0) "
+             "of block (0,0,0)", where="arrives_and_reads.write", other="arrives_and_reads.read",
+             thread=(30, 0, 0), memory="tile", index=(30,), count=32, num_outputs=32),
+        under_way("copy_handover_without_wait",
+                  "tile[120] is read at {where} by thread (63,0,0) of block (0,0,0), while the cp.async that "
+                  "thread (30,0,0) started",
+                  thread=(63, 0, 0), memory="tile", index=(120,), count=32, num_outputs=32),
+        stop_early("barrier_id_16", "barrier_sync(16, 128) at {where}: barriers are 0 to 15", 0),
+        stop_early("barrier_of_48",
+                   "barrier_arrive(1, 48) at {where}: the number of threads is a multiple of 32, up to the "
+                   "128 of the block", 0),
+        stop_early("barrier_of_too_many",
+                   "barrier_sync(1, 160) at {where}: the number of threads is a multiple of 32, up to the "
+                   "128 of the block", 0),
+        stop_early("counts_differ",
+                   "barrier_sync(1, 128) at {where}: the barrier is under way for 64 threads, since {other}",
+                   63, where="counts_differ.other", other="counts_differ.one"),
+        stop_early("arrives_twice",
+                   "barrier_arrive(1, 96) at {where}: the warp has already arrived, and only 32 threads have "
+                   "so far", 30),
+        stop_early("barrier_deadlock",
+                   "deadlock, no thread of the block can go on: 32 threads (first (0,0,0)) wait for "
+                   "barrier_sync(3, 96) at {where}, at which 64 threads have arrived; 32 threads (first "
+                   "(64,0,0)) wait for barrier_sync(4, 64) at {other}, at which 32 threads have arrived; 64 "
+                   "threads (first (32,0,0)) wait for nothing: it has returned",
+                   62, where="barrier_deadlock.one", other="barrier_deadlock.other"),
+        stop_early("returns_before_barrier",
+                   "barrier not reached by every thread: thread (0,0,0) waits for barrier_sync(1, 128) at "
+                   "{where}, at which 32 threads have arrived, but thread (32,0,0) has returned", 32),
+        stop_early("lanes_call_different_barriers",
+                   "barrier_sync(1, 128) at {where}: another lane of the warp calls barrier_sync(2, 128) at "
+                   "{where}", 31),
+        stop_early("mixes_barriers",
+                   "barrier 0 is the one of __syncthreads(): thread (0,0,0) waits for __syncthreads() at "
+                   "{where}, while barrier 0 is under way at {other}",
+                   63, where="mixes_barriers.one", other="mixes_barriers.other"),
+        stop_early("mma_after_return",
+                   "mma<__half>() at {where} needs 32 lanes, but thread (5,0,0) has returned", 31),
+        stop_early("mma_by_half_a_warp",
+                   "deadlock, no thread of the block can go on: 16 threads (first (0,0,0)) wait for "
+                   "mma<__half>() at {where}; 16 threads (first (16,0,0)) wait for mma<__half>() at {other}",
+                   31, where="mma_by_half_a_warp.one", other="mma_by_half_a_warp.other"),
+    ],
 }  # fmt: skip
 ALL_MISTAKES = [pytest.param(name, m, id=m.case) for name, mistakes in MISTAKES.items() for m in mistakes]
 
@@ -422,6 +557,13 @@ CORRECT = {
     ) | {"halves_of_a_global_word": (64, 32)},
     "sync": dict.fromkeys(
         ["barrier_for_all", "return_after_barrier", "lanes_of_one_half", "shuffle_past_the_end"], (64, 128)
+    ),
+    "copies": dict.fromkeys(
+        ["copy_wait_barrier_read", "copy_wait_read_own", "all_groups", "stages", "copy_wait_barrier_write"],
+        (256, 64),
+    ) | {"copies_rest": (130, 64)} | dict.fromkeys(
+        ["loads_matrices", "loads_one_matrix", "handover", "right_barrier", "refills", "barriers_in_a_row",
+         "barrier_of_one_warp", "barrier_of_the_block", "copy_handover"], (32, 32),
     ),
 }  # fmt: skip
 ALL_CORRECT = [
@@ -526,19 +668,22 @@ def counts(traffic: Traffic) -> object:
     return lines, tensors, str(traffic.shared), traffic.block_barriers, traffic.warp_barriers
 
 
-@pytest.mark.parametrize("name", ["memory", "races"])
+@pytest.mark.parametrize("name", ["memory", "races", "copies"])
 def test_findings_do_not_depend_on_the_order(folder: Path, name: str) -> None:
     prog = program(name, "g++ -O1", folder)
     for mistake in MISTAKES[name]:
+        if mistake.tool == "synccheck":
+            continue  # the first mistake that is found ends the block
         in_order = signature(check_mistake(prog, mistake))
         for seed in SEEDS:
             assert signature(check_mistake(prog, mistake, seed)) == in_order, (mistake.case, seed)
 
 
 def test_what_ends_a_block_is_found_in_any_order(folder: Path) -> None:
-    prog = program("sync", "g++ -O1", folder)
-    for mistake in MISTAKES["sync"]:
-        for seed in SEEDS:
+    mistakes = [(name, mistake) for name in MISTAKES for mistake in MISTAKES[name]]
+    for name, mistake in mistakes:
+        prog = program(name, "g++ -O1", folder)
+        for seed in SEEDS if name == "sync" or mistake.tool == "synccheck" else ():
             findings = check_mistake(prog, mistake, seed).findings
             assert [f.tool for f in findings] == [mistake.tool], (mistake.case, seed)
 
@@ -716,6 +861,14 @@ def expected_lines() -> dict[str, list[Line]]:
             one("float2.read", "read", "x", 8, lambda i: 8 * i),
             one("float4.write", "write", "y", 16, lambda i: 16 * i),
         ],
+        "cache_hints": [
+            *(one(f"ld{hint}", "read", "x", 4, lambda i, j=j: 128 * j + 4 * i)
+              for j, hint in enumerate(("ca", "cg", "cs", "lu", "cv"))),
+            one("ldcs4", "read", "x", 16, lambda i: 16 * i),
+            *(one(f"st{hint}", "write", "y", 4, lambda i, j=j: 128 * j + 4 * i)
+              for j, hint in enumerate(("wb", "cg", "wt"))),
+            one("stcs4", "write", "y", 16, lambda i: 512 + 16 * i),
+        ],
         "narrow": [
             one("half.read", "read", "x", 2, lambda i: 2 * i),
             one("half.shifted", "read", "x", 2, lambda i: 2 * i + 2),
@@ -823,14 +976,41 @@ def expected_lines() -> dict[str, list[Line]]:
             Line("one_long_loop", "read", "x", 4, [{5: 4 * (k % 64)} for k in range(9000)]),
             write_all("one_long_loop.end"),
         ],
+        "matrices": [
+            Line("matrices.fill", "write", SHARED, 16,
+                 [request(lambda i, j=j: 512 * j + 16 * i) for j in range(9)]),
+            one("matrices.conflicts", "read", SHARED, 16, lambda i: 128 * i),
+            one("matrices.padded", "read", SHARED, 16, lambda i: 144 * i),
+            Line("matrices.two", "read", SHARED, 16, [request(lambda i: 128 * i, range(16))]),
+            Line("matrices.one", "read", SHARED, 16, [request(lambda i: 144 * i, range(8))]),
+            one("matrices.store", "write", SHARED, 16, lambda i: 144 * i),
+            Line("matrices.store_one", "write", SHARED, 16, [request(lambda i: 128 * i, range(8))]),
+            write_all("matrices.end"),
+        ],
+        "copies": [
+            Line("copies", "read", "x", 16,
+                 [request(lambda i, j=j: 1024 * j + 16 * i, range(32)) for j in range(2)]
+                 + [request(lambda i, j=j: 1024 * j + 512 + 16 * i, range(8)) for j in range(2)]),
+            Line("copies", "write", SHARED, 16,
+                 [request(lambda i, j=j: 512 * j + 16 * i) for j in range(4)]),
+            Line("copies.end", "read", SHARED, 4,
+                 [request(lambda i, j=j: 1024 + 512 * j + 16 * i) for j in range(2)]),
+            write_all("copies.end", 2),
+        ],
+        "vector_adds": [
+            one("vector_adds.each", "atomic", "y", 16, lambda i: 16 * i),
+            one("vector_adds.same", "atomic", "y", 16, lambda i: 512 + 16 * (i // 8)),
+        ],
+        "named_barriers": [write_all("named_barriers.end", 6)],
     }  # fmt: skip
 
 
 # Bytes of y that a memset writes before the launch, and barriers that blocks and warps pass.
-MEMSET_BYTES = {"adds": 4 * 96, "only_adds": 4, "invariants": 4 * 32}
+MEMSET_BYTES = {"adds": 4 * 96, "only_adds": 4, "invariants": 4 * 32, "vector_adds": 4 * 144}
 BARRIERS = {
     "banks": (1, 0), "static_bytes": (1, 0), "shared_adds": (2, 0), "long_loops": (1, 0),
-    "barriers": (3 * (5 + 1), 3 * (2 * 5 + 1)),
+    "barriers": (3 * (5 + 1), 3 * (2 * 5 + 1)), "matrices": (0, 2), "copies": (1, 0),
+    "named_barriers": (2 * 3, 0),
 }  # fmt: skip
 CASES = re.findall(r"\bCASE\((\w+),", (PROGRAMS / "traffic.cu").read_text())
 
@@ -847,9 +1027,10 @@ def expected_tensors(case: str) -> dict[str, TensorTraffic]:
             op: [x for x in expected_lines()[case] if (x.memory, x.operation) == (memory, op)]
             for op in ("read", "write", "atomic")
         }
-        lanes = {op: sum(len(r) for x in lines for r in x.requests) for op, lines in of.items()}
+        # A vector's additions count each.
+        adds = sum(len(r) * (4 if x.size == 16 else 1) for x in of["atomic"] for r in x.requests)
         size = {op: sum(len(r) * x.size for x in lines for r in x.requests) for op, lines in of.items()}
-        traffic = TensorTraffic(size["read"], size["write"], lanes["atomic"], size["atomic"])
+        traffic = TensorTraffic(size["read"], size["write"], adds, size["atomic"])
         if memory == "y":
             traffic.written += MEMSET_BYTES.get(case, 0)
         if memory != SHARED:
@@ -892,6 +1073,18 @@ def test_barriers_are_counted_by_line(folder: Path) -> None:
         (at("barriers.warp"), "warp"): 3 * 2 * 5,
         (at("barriers.one_warp"), "warp"): 3,
     }
+
+
+def test_named_barriers_are_counted_once(folder: Path) -> None:
+    """At the first of the lines that call them."""
+    for schedule in (-1, *SEEDS):
+        prog = program("traffic", "g++ -O1", folder)
+        traffic = prog.check("named_barriers", num_outputs=192, schedule=schedule).traffic
+        assert {(f"{b.where.file.name}:{b.where.line}", b.scope): b.count for b in traffic.barriers} == {
+            (at("named_barriers.part"), "warps"): 2 * 3,
+            (at("named_barriers.whole"), "block"): 2 * 3,
+        }
+        assert traffic.partial_barriers == 2 * 3
 
 
 def test_traffic_does_not_depend_on_the_order(folder: Path) -> None:

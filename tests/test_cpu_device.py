@@ -359,6 +359,47 @@ def expected_warp() -> dict[str, np.ndarray]:
     return expected
 
 
+def expected_async_copy() -> dict[str, np.ndarray]:
+    tiles = random_eighths(2560).reshape(10, 64, 4)
+    # Whether copies 0 to 3 have arrived. Those of the last group are not waited for before it ends.
+    arrived = np.array([[0, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]])
+    outside = np.where(np.arange(64)[:, None] < 40, random_eighths(256, 4).reshape(64, 4), 0)
+    return {
+        "groups": np.where(arrived[:, :, None, None] == 1, tiles[:4], np.nan),
+        "outside": outside[::-1],
+        "pipeline.2": tiles.sum(axis=0)[::-1],
+        "pipeline.4": tiles[:9].sum(axis=0)[::-1],
+        "change_source": np.concatenate([np.arange(64), 100 + np.arange(64)]),
+    }
+
+
+def expected_barrier() -> dict[str, np.ndarray]:
+    threads = np.arange(128)
+    whole_block = np.tile((threads + 5 * 37) % 128 + 5, 3)
+    pairs = threads
+    for repeat in range(7):
+        following = pairs[threads ^ 63] + pairs[threads ^ 32]
+        pairs = np.where((threads >= 64) | (repeat < 3), following, pairs)
+    turns = np.arange(22)
+    return {
+        "whole_block.0": whole_block,
+        "whole_block.15": whole_block,
+        "pairs_of_warps": pairs,
+        "ping_pong": sum(1000 * round_ + 63 - np.arange(64) for round_ in range(9)),
+        "turns": 10 * turns + turns % 4,
+    }
+
+
+def expected_reduce() -> dict[str, np.ndarray]:
+    numbers_added = random_eighths(4 * 7 * 96).reshape(-1, 4)
+    expected = {}
+    for n in (4, 40):
+        sums = random_eighths(n, 1 << 20).reshape(-1, 4)
+        np.add.at(sums, np.arange(7 * 96) % (n // 4), numbers_added)
+        expected[f"sums.{n}"] = sums
+    return expected
+
+
 PLAIN_PROGRAMS: dict[str, Callable[[], dict[str, np.ndarray]]] = {
     "reduction": expected_reduction,
     "transpose": expected_transpose,
@@ -366,6 +407,9 @@ PLAIN_PROGRAMS: dict[str, Callable[[], dict[str, np.ndarray]]] = {
     "matmul": expected_matmul,
     "atomics": expected_atomics,
     "warp": expected_warp,
+    "async_copy": expected_async_copy,
+    "barrier": expected_barrier,
+    "reduce": expected_reduce,
 }
 SIXTEEN_BIT = ("half", "bfloat16", "half2", "bfloat162")
 
@@ -599,6 +643,110 @@ def test_bfloat16_conversion_of_ints_rounds_once(device_folder: Path) -> None:
     check_one_rounding(device_folder, "bfloat16", ["from_int"])
 
 
+# ---------------------------------------------------------------- tensor cores
+
+
+def start_of_row(lane: np.ndarray) -> np.ndarray:
+    """``start_of_row`` of tensor_core.cu."""
+    return (lane * 7 + 5) % 48 * 24 + lane % 3 * 8
+
+
+def elements(register: np.ndarray) -> np.ndarray:
+    """The two 16-bit numbers of each register, the lower first, along a new last axis."""
+    return np.stack([register & 0xFFFF, register >> 16], axis=-1)
+
+
+def registers(pairs: np.ndarray) -> np.ndarray:
+    return pairs[..., 0].astype(np.uint32) | pairs[..., 1].astype(np.uint32) << 16
+
+
+def expected_matrices(count: int) -> dict[str, np.ndarray]:
+    memory = random_bits(range(48 * 24)) & 0xFFFF
+    # Where each number of each matrix lies: [matrix, row, column].
+    places = (start_of_row(np.arange(8 * count))[:, None] + np.arange(8)).reshape(count, 8, 8)
+    matrices = memory[places]
+    stored = memory.copy()
+    new = random_bits(range(5000, 5000 + 32 * count))
+    stored[places] = elements(new).reshape(count, 8, 8)
+    return {
+        f"load.{count}": registers(matrices.reshape(count, 32, 2)),
+        f"load_trans.{count}": registers(matrices.swapaxes(1, 2).reshape(count, 32, 2)),
+        f"store.{count}": stored,
+    }
+
+
+def mma_input(size: int, seed: int, *, is_random: bool) -> np.ndarray:
+    bits = random_bits(range(seed, seed + size))
+    return (bits >> 8) / 2**23 - 1 if is_random else bits.astype(np.float64) % 17 - 8
+
+
+def expected_mma(dtype: torch.dtype, *, is_random: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The exact results, and the sums of the magnitudes that were added."""
+
+    def rounded(size: int, seed: int) -> np.ndarray:
+        return torch.from_numpy(mma_input(size, seed, is_random=is_random)).float().to(dtype).double().numpy()
+
+    a, b = rounded(12 * 256, 0).reshape(12, 16, 16), rounded(12 * 128, 10000).reshape(12, 16, 8)
+    c = mma_input(12 * 128, 20000, is_random=is_random).astype(np.float32).astype(np.float64)
+    c = c.reshape(12, 16, 8)
+    return c + 2 * (a @ b), np.abs(c) + 2 * (np.abs(a) @ np.abs(b))
+
+
+@functools.cache
+def tensor_core_input() -> tuple[np.ndarray, np.ndarray]:
+    """Bits of fp32 numbers: those that pack() rounds, and those that fast_exp2() gets."""
+    to_pack = [rounding_input(name)["floats"] for name in FORMATS]
+    edges = np.array(
+        [-126, -126.00001, -125.99999, -127, -149, -1000, -np.inf, np.inf, 0, -0.0, 127.99999, 128]
+    )
+    ordinary = (random_bits(range(4000)) >> 8) / 2**24 * 252 - 126
+    exponents = np.concatenate([edges, np.arange(-130, 130), ordinary, [np.nan]]).astype(np.float32)
+    return np.concatenate(to_pack), exponents.view(np.uint32)
+
+
+def run_tensor_core(run: Callable[..., Arrays], **environment: object) -> Arrays:
+    lines = [f"{len(bits)} " + " ".join(f"{word:x}" for word in bits) for bits in tensor_core_input()]
+    return run("tensor_core", stdin="\n".join(lines), **environment)
+
+
+def check_tensor_core(arrays: Arrays) -> None:
+    for count in (1, 2, 4):
+        for name, expected in expected_matrices(count).items():
+            assert_equal(numbers(arrays[name]), expected, name)
+    dtypes = {"half": torch.float16, "bfloat16": torch.bfloat16}
+    for name, dtype in dtypes.items():
+        exact, _ = expected_mma(dtype, is_random=False)
+        assert_equal(numbers(arrays[f"mma.integers.{name}"]), exact, name)
+        exact, magnitude = expected_mma(dtype, is_random=True)
+        error = np.abs(numbers(arrays[f"mma.random.{name}"]) - exact.reshape(-1)) / magnitude.reshape(-1)
+        assert error.max() < 1e-6, name
+
+    to_pack, exponents = tensor_core_input()
+    floats = torch.from_numpy(to_pack.view(np.float32))
+    for name, form in FORMATS.items():
+        rounded = to_bits(floats.to(dtypes[name]))
+        pairs = elements(np.array(arrays[f"pack.{name}.bits"].split(), dtype=np.uint32)).astype(np.uint16)
+        expected = form.same_nan(np.stack([rounded, rounded[::-1]], axis=-1))
+        assert_equal(form.same_nan(pairs).reshape(-1), expected, name)
+        back = numbers(arrays[f"pack.{name}.back"]).astype(np.float32)  # nine digits tell them apart
+        assert_equal(back, form.values(pairs).T, name)
+
+    with np.errstate(all="ignore"):
+        exact = np.exp2(exponents.view(np.float32).astype(np.float64))
+        exact[exact < 2.0**-126] = 0
+        exact[exact >= 2.0**128] = np.inf
+        exp2 = numbers(arrays["exp2"]).astype(np.float32)
+        special = (exact == 0) | ~np.isfinite(exact)
+        assert_equal(exp2[special], exact[special])
+        error = np.abs(exp2 / exact - 1)[~special]
+    assert error.max() < 2.0**-22
+
+
+def test_tensor_core(device: Device) -> None:
+    for schedule in SCHEDULES:
+        check_tensor_core(run_tensor_core(device.run, SCHEDULE=schedule))
+
+
 # ---------------------------------------------------------------- errors
 
 
@@ -615,6 +763,16 @@ GRID = " (grid 4x3x2, block 8x8x1, 0 bytes of shared memory)"
 ONE_BLOCK = " (grid 1x1x1, block 8x8x1, 0 bytes of shared memory)"
 ONE_THREAD = " (grid 1x1x1, block 1x1x1, 0 bytes of shared memory)"
 DEADLOCK = "deadlock, no thread of the block can go on: "
+
+ONE_BLOCK_2048 = ONE_BLOCK.replace(" 0 bytes", " 2048 bytes")
+GRID_2048 = GRID.replace(" 0 bytes", " 2048 bytes")
+
+
+def wrong_address(case: str, call: str, why: str, grid: str = GRID_2048) -> tuple[str, str]:
+    return "cudaErrorIllegalAddress", f"kernel {case}, {CULPRIT}{call}() at {line_of(case)}: {why}{grid}"
+
+
+MISALIGNED = "misaligned, the address is no multiple of 16"
 
 # Case of errors.cu -> cudaGetErrorName, the whole text of launch_error.
 ERRORS: dict[str, tuple[str, str]] = {
@@ -712,6 +870,46 @@ ERRORS: dict[str, tuple[str, str]] = {
         "cudaErrorInvalidConfiguration",
         "kernel unreached: invalid configuration: grid (4,0,1): at least 1 and at most "
         "(2147483647,65535,65535) (grid 4x0x1, block 1x1x1, 0 bytes of shared memory)",
+    ),
+    "mma_without_a_lane": (
+        "cudaErrorLaunchFailure",
+        f"kernel mma_without_a_lane, block (1,2,0), {ANY_THREAD}mma<__nv_bfloat16>() at "
+        f"{line_of('mma_without_a_lane')} needs 32 lanes, but thread (3,1,0) has returned{GRID}",
+    ),
+    "small_warp": (
+        "cudaErrorLaunchFailure",
+        f"kernel small_warp, block (0,0,0), {ANY_THREAD}mma<__half>() at {line_of('small_warp')} needs 32 "
+        f"lanes, but the last warp of the block has 8{ONE_BLOCK.replace('8x8x1', '8x5x1')}",
+    ),
+    "different_matrices": (
+        "cudaErrorLaunchTimeout",
+        f"kernel different_matrices, block (0,0,0), {ANY_THREAD}{DEADLOCK}48 threads (first (0,1,0)) wait "
+        f"for ldmatrix<2>() at {line_of('different_matrices.two')}; 16 threads (first (0,0,0)) wait for "
+        f"ldmatrix_trans<4>() at {line_of('different_matrices.four')}{ONE_BLOCK_2048}",
+    ),
+    "misaligned_row": wrong_address("misaligned_row", "stmatrix<4>", MISALIGNED),
+    "row_elsewhere": wrong_address("row_elsewhere", "ldmatrix<2>", "the address is not one of shared memory"),
+    "misaligned_target": wrong_address("misaligned_target", "cp_async_16", MISALIGNED),
+    "misaligned_source": wrong_address("misaligned_source", "cp_async_16", MISALIGNED),
+    "misaligned_sum": wrong_address("misaligned_sum", "reduce_add", MISALIGNED, GRID),
+    "crossed_barriers": (
+        "cudaErrorLaunchTimeout",
+        f"kernel crossed_barriers, block (0,0,0), {ANY_THREAD}{DEADLOCK}32 threads (first (0,0,0)) wait for "
+        f"barrier_sync(1, 64) at {line_of('crossed_barriers.one')}, at which 32 threads have arrived; 32 "
+        f"threads (first (0,4,0)) wait for barrier_sync(2, 64) at {line_of('crossed_barriers.other')}, at "
+        f"which 32 threads have arrived{ONE_BLOCK}",
+    ),
+    "barrier_runs_ahead": (
+        "cudaErrorLaunchFailure",
+        f"kernel barrier_runs_ahead, block (0,0,0), {ANY_THREAD}barrier_arrive(1, 64) at "
+        f"{line_of('barrier_runs_ahead')}: the warp has already arrived, and only 32 threads have so far"
+        f"{ONE_BLOCK}",
+    ),
+    "barrier_of_some": (
+        "cudaErrorLaunchFailure",
+        f"kernel barrier_of_some, block (1,2,0), {ANY_THREAD}barrier not reached by every thread: thread "
+        f"(N,N,0) waits for barrier_sync(0, 64) at {line_of('barrier_of_some')}, at which 32 threads have "
+        f"arrived, but thread (N,N,0) has returned{GRID}",
     ),
     "too_much_shared": (
         "cudaErrorInvalidValue",
@@ -851,6 +1049,9 @@ def test_thread_local_variables_of_host_functions_are_left_alone(poison: Arrays)
 # ---------------------------------------------------------------- nvcc
 
 
+NEEDS_8_0 = "// Needs compute capability 8.0."  # the first line of a program
+
+
 def nvcc_command() -> list[str]:
     nvcc = jit.find_nvcc()
     if nvcc is None:
@@ -863,6 +1064,8 @@ def test_compiles_for_gpus(source: Path, tmp_path: Path) -> None:
     # The toolkit's headers treat 16-bit types differently on each architecture; the rest is the same on all.
     has_16_bit_types = re.search("__half|__nv_bfloat16", source.read_text())
     architectures = ["75", "80", "90a"] if has_16_bit_types else ["75"]
+    if source.read_text().startswith(NEEDS_8_0):
+        architectures = ["80", "90a"]
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
     run_checked([*nvcc_command(), *flags, "-c", str(source), "-o", str(tmp_path / "program.o")])
 
@@ -877,18 +1080,20 @@ def gpu_run(device_folder: Path) -> Callable[..., Arrays]:
     major, minor = torch.cuda.get_device_capability()
 
     def run(name: str, *arguments: str, stdin: str | None = None) -> Arrays:
-        target = folder / name
+        source, target = PROGRAMS / f"{name}.cu", folder / name
+        if source.read_text().startswith(NEEDS_8_0) and (major, minor) < (8, 0):
+            pytest.skip(f"{name}.cu needs compute capability 8.0, this GPU has {major}.{minor}")
         with exclusive(target):
             if not target.exists():
-                command = [*nvcc_command(), f"-arch=sm_{major}{minor}", str(PROGRAMS / f"{name}.cu")]
+                command = [*nvcc_command(), f"-arch=sm_{major}{minor}", str(source)]
                 run_checked([*command, "-o", str(target)])
         return parse(run_checked([str(target), *arguments], input=stdin))
 
     return run
 
 
-# CUDA does not promise which lanes run together.
-NOT_COMPARED = {"active_mask"}
+# CUDA does not promise which lanes run together, nor what is where a copy has not arrived.
+NOT_COMPARED = {"active_mask", "groups"}
 
 
 def comparable(arrays: Arrays) -> Arrays:
@@ -903,6 +1108,11 @@ def comparable(arrays: Arrays) -> Arrays:
 @pytest.mark.parametrize("name", PLAIN_PROGRAMS)
 def test_gpu_prints_the_same(gpu_run: Callable[..., Arrays], device: Device, name: str) -> None:
     assert comparable(gpu_run(name)) == comparable(device.run(name))
+
+
+@pytest.mark.gpu
+def test_gpu_tensor_core_is_as_expected(gpu_run: Callable[..., Arrays]) -> None:
+    check_tensor_core(run_tensor_core(gpu_run))
 
 
 @pytest.mark.gpu

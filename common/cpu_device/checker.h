@@ -36,6 +36,10 @@ void pass_barrier(Site site);
 // other warp operations only let the lanes go on together. `returned`: lanes that the mask names, but that
 // have returned.
 void pass_warp_op(int first, unsigned lanes, unsigned returned, bool orders_memory, Site site);
+// All lanes of a warp have arrived at a named barrier.
+void arrive_at_barrier(int id, int warp);
+// Enough warps have: `warps`, of which those in `waiting` go on only now. `site`: a line that calls it.
+void pass_named_barrier(int id, uint32_t warps, uint32_t waiting, Site site);
 // `thread` received the value of a lane that its shuffle's mask does not name, or that has returned.
 void read_absent_lane(int source, uint3 thread, Site site);
 
@@ -51,8 +55,12 @@ unsigned make_log_space(int first, unsigned full);
 // `instruction`: where it happened, if no site is known.
 void report(const char* kind, const std::string& text, Site site, const void* instruction);
 
-// An access that the compiler does not announce: an atomic, a vector, a copy.
+// Accesses that the compiler does not announce: an atomic, a row of a matrix.
 void access_atomic(const void* address, size_t bytes, const void* return_address);
+void access_row(const void* address, bool is_write, const void* return_address);
+// An asynchronous copy of 16 bytes begins; `global` is null where zeros are written. And it arrives.
+void start_copy(const void* shared, const void* global, const void* return_address);
+void land_copy(const void* shared);
 // Returns whether the memset is one that may be done.
 bool memset_device(const void* address, size_t bytes);
 

@@ -17,6 +17,9 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
 inline float __bfloat162float(__nv_bfloat16 x) {
   return x;
 }
+inline __nv_bfloat162 __float2bfloat162_rn(float x) {
+  return {__nv_bfloat16(x), __nv_bfloat16(x)};
+}
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
   return {__nv_bfloat16(x), __nv_bfloat16(y)};
 }

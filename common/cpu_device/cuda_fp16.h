@@ -17,6 +17,9 @@ inline __half __float2half_rn(float x) {
 inline float __half2float(__half x) {
   return x;
 }
+inline __half2 __float2half2_rn(float x) {
+  return {__half(x), __half(x)};
+}
 inline __half2 __floats2half2_rn(float x, float y) {
   return {__half(x), __half(y)};
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 inline float __expf(float x) {
   return ::expf(x);
@@ -22,6 +23,9 @@ inline float __fdividef(float x, float y) {
 }
 inline float __frcp_rn(float x) {
   return 1.0f / x;
+}
+inline float __fdiv_rn(float x, float y) {
+  return x / y;
 }
 inline float __fsqrt_rn(float x) {
   return ::sqrtf(x);
@@ -50,6 +54,17 @@ inline unsigned __float_as_uint(float x) {
 }
 inline float __uint_as_float(unsigned bits) {
   return __int_as_float(int(bits));
+}
+
+inline long long __double_as_longlong(double x) {
+  long long bits;
+  __builtin_memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+inline double __longlong_as_double(long long bits) {
+  double x;
+  __builtin_memcpy(&x, &bits, sizeof(x));
+  return x;
 }
 
 inline int __popc(unsigned x) {
@@ -103,11 +118,26 @@ inline double max(double a, double b) {
   return ::fmax(a, b);
 }
 
-template <typename T>
-T __ldg(const T* pointer) {
-  return *pointer;
-}
-template <typename T>
-T __ldcg(const T* pointer) {
-  return *pointer;
-}
+// Loads and stores with a hint for the caches, which the CPU device ignores.
+#define CPU_DEVICE_LOAD(name) \
+  template <typename T>       \
+  T name(const T* pointer) {  \
+    return *pointer;          \
+  }
+#define CPU_DEVICE_STORE(name)                                         \
+  template <typename T>                                                \
+  void name(T* pointer, const typename std::common_type<T>::type& x) { \
+    *pointer = x;                                                      \
+  }
+CPU_DEVICE_LOAD(__ldg)
+CPU_DEVICE_LOAD(__ldca)
+CPU_DEVICE_LOAD(__ldcg)
+CPU_DEVICE_LOAD(__ldcs)
+CPU_DEVICE_LOAD(__ldlu)
+CPU_DEVICE_LOAD(__ldcv)
+CPU_DEVICE_STORE(__stwb)
+CPU_DEVICE_STORE(__stcg)
+CPU_DEVICE_STORE(__stcs)
+CPU_DEVICE_STORE(__stwt)
+#undef CPU_DEVICE_LOAD
+#undef CPU_DEVICE_STORE

@@ -70,66 +70,69 @@ struct MmaLane {
   uint32_t b0, b1;
 };
 
-struct Operands {
-  float a[kM][kK], b[kK][kN];
-};
+// What every processor has registers for.
+using Four = float __attribute__((vector_size(16)));
+using FourWords = uint32_t __attribute__((vector_size(16)));
 
-using Row = float __attribute__((vector_size(kN * sizeof(float))));
-
-// A product of two 16-bit numbers is exact in fp32, so a fused multiply-add changes nothing.
-__attribute__((always_inline)) inline void multiply_add(const Operands& x, float (&c)[kM][kN]) {
-  for (int m = 0; m < kM; ++m) {
-    Row sum[2] = {};
-    __builtin_memcpy(&sum[0], c[m], sizeof(Row));
-    for (int k = 0; k < kK; k += 2) {
-      Row b[2];
-      __builtin_memcpy(b, x.b[k], sizeof(b));
-      sum[0] += x.a[m][k] * b[0];
-      sum[1] += x.a[m][k + 1] * b[1];
-    }
-    const Row result = sum[0] + sum[1];
-    __builtin_memcpy(c[m], &result, sizeof(Row));
-  }
+Four as_floats(FourWords bits) {
+  Four x;
+  __builtin_memcpy(&x, &bits, sizeof(x));
+  return x;
 }
 
-#if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) void multiply_add_avx2(const Operands& x, float (&c)[kM][kN]) {
-  multiply_add(x, c);
+// The numbers of two registers; to_float() of each.
+FourWords words_of(uint32_t first, uint32_t second) {
+  return FourWords{first & 0xffffu, first >> 16, second & 0xffffu, second >> 16};
 }
-const bool kHasAvx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#endif
+template <typename Format>
+Four to_floats(uint32_t first, uint32_t second) {
+  const FourWords h = words_of(first, second);
+  if constexpr (std::is_same_v<Format, BFloat16>) return as_floats(h << 16);
+  const FourWords sign = (h & 0x8000u) << 16, magnitude = (h & 0x7fffu) << 13;
+  const Four finite = as_floats(magnitude) * bits_to_float((112u + 127u) << 23);
+  FourWords bits;
+  __builtin_memcpy(&bits, &finite, sizeof(bits));
+  const FourWords is_finite = FourWords(magnitude < 0x0f800000u);
+  return as_floats(sign | (bits & is_finite) | ((magnitude | 0x7f800000u) & ~is_finite));
+}
 
+// Products are exact in fp32, sums are rounded to it in an order of their own: that of k = 0, 1, 8, 9, 2, 3,
+// 10, 11 ..., in which a lane's registers hold neighbours.
 template <typename Format>
 void multiply_matrices(void* const* operands) {
-  Operands x;
-  float c[kM][kN];
+  float a[kM][kK], b[kK][kN], c[kM][kN];
   for (int lane = 0; lane < 32; ++lane) {
     const MmaLane& self = *static_cast<const MmaLane*>(operands[lane]);
     const int g = lane / 4, t = lane % 4;
-    for (int i = 0; i < 4; ++i) {
-      float* const pair = &x.a[g + i % 2 * 8][2 * t + i / 2 * 8];
-      pair[0] = Format::to_float(uint16_t(self.a[i]));
-      pair[1] = Format::to_float(uint16_t(self.a[i] >> 16));
-      c[g + i / 2 * 8][2 * t + i % 2] = self.c[i];
+    for (int i = 0; i < 2; ++i) {
+      const Four row = to_floats<Format>(self.a[i], self.a[i + 2]);
+      __builtin_memcpy(&a[g + 8 * i][4 * t], &row, sizeof(row));
+      __builtin_memcpy(&c[g + 8 * i][2 * t], &self.c[2 * i], 2 * sizeof(float));
     }
-    x.b[2 * t][g] = Format::to_float(uint16_t(self.b0));
-    x.b[2 * t + 1][g] = Format::to_float(uint16_t(self.b0 >> 16));
-    x.b[2 * t + 8][g] = Format::to_float(uint16_t(self.b1));
-    x.b[2 * t + 9][g] = Format::to_float(uint16_t(self.b1 >> 16));
+    const Four column = to_floats<Format>(self.b0, self.b1);
+    for (int i = 0; i < 4; ++i) b[4 * t + i][g] = column[i];
   }
-#if defined(__x86_64__)
-  if (kHasAvx2) {
-    multiply_add_avx2(x, c);
-  } else {
-    multiply_add(x, c);
+  constexpr int kRows = 4;  // at a time
+  for (int m = 0; m < kM; m += kRows) {
+    Four sum[kRows][2];
+    __builtin_memcpy(sum, c[m], sizeof(sum));
+    for (int k = 0; k < kK; ++k) {
+      Four row[2];
+      __builtin_memcpy(row, b[k], sizeof(row));
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i) {
+        sum[i][0] += a[m + i][k] * row[0];
+        sum[i][1] += a[m + i][k] * row[1];
+      }
+    }
+    __builtin_memcpy(c[m], sum, sizeof(sum));
   }
-#else
-  multiply_add(x, c);
-#endif
   for (int lane = 0; lane < 32; ++lane) {
     const int g = lane / 4, t = lane % 4;
     float* const target = static_cast<const MmaLane*>(operands[lane])->c;
-    for (int i = 0; i < 4; ++i) target[i] = c[g + i / 2 * 8][2 * t + i % 2];
+    for (int i = 0; i < 2; ++i) {
+      __builtin_memcpy(&target[2 * i], &c[g + 8 * i][2 * t], 2 * sizeof(float));
+    }
   }
 }
 
@@ -142,6 +145,7 @@ void ldmatrix(uint32_t* r, int count, bool transposed, const void* row, Site sit
   const Collective& collective = (transposed ? kLoadTransposed : kLoad)[count / 2];
   MatrixLane self{r, {}};
   if (lane_id() < 8 * count) {
+    if constexpr (kChecked) checker::access_row(row, false, __builtin_return_address(0));
     require_address(collective.name, row, sizeof(self.row), true, site);
     std::memcpy(self.row, row, sizeof(self.row));
   }
@@ -152,7 +156,10 @@ void stmatrix(void* row, const uint32_t* r, int count, Site site) {
   const Collective& collective = kStore[count / 2];
   MatrixLane self{const_cast<uint32_t*>(r), {}};
   const bool has_row = lane_id() < 8 * count;
-  if (has_row) require_address(collective.name, row, sizeof(self.row), true, site);
+  if (has_row) {
+    if constexpr (kChecked) checker::access_row(row, true, __builtin_return_address(0));
+    require_address(collective.name, row, sizeof(self.row), true, site);
+  }
   warp_collective(collective, &self, site);
   if (has_row) std::memcpy(row, self.row, sizeof(self.row));
 }

@@ -91,8 +91,13 @@ Library read_library(const Located& located) {
     const char* names = image.data() + sections[sections[i].sh_link].sh_offset;
     for (size_t s = 0; s < sections[i].sh_size / sizeof(ElfW(Sym)); ++s) {
       const ElfW(Sym) & symbol = symbols[s];
-      if (symbol.st_shndx >= header->e_shnum || symbol.st_size == 0) continue;
       const std::string name = names + symbol.st_name;
+      for (const char* function : {"12barrier_syncE", "14barrier_arriveE"}) {
+        if (name.rfind(std::string("_ZN10cpu_device") + function, 0) == 0) {
+          library.calls_named_barriers = true;
+        }
+      }
+      if (symbol.st_shndx >= header->e_shnum || symbol.st_size == 0) continue;
       const int type = symbol.st_info & 0xf;
       if (type == STT_TLS) {
         const std::string section = section_names + sections[symbol.st_shndx].sh_name;

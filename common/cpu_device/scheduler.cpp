@@ -103,6 +103,7 @@ struct NamedBarrier {
   int num_threads = 0;
   uint32_t arrived = 0, waiting = 0;  // warps
   Site site{};                        // of the first to arrive
+  Site first_line{};                  // of the lines that call it, the first
 
   int num_arrived() const { return 32 * __builtin_popcount(arrived); }
 };
@@ -959,8 +960,9 @@ void arrive_at_barrier(void* const* operands) {
   const int warp = w.order[w.position] / 32, first = 32 * warp;
   if (barrier.arrived == 0) {
     barrier.num_threads = call.num_threads;
-    barrier.site = call.site;
+    barrier.site = barrier.first_line = call.site;
   }
+  if (call.site.line < barrier.first_line.line) barrier.first_line = call.site;
   w.has_named_barriers = true;
   if (barrier.num_threads != call.num_threads) {
     refuse(call, "the barrier is under way for " + std::to_string(barrier.num_threads) +
@@ -982,15 +984,20 @@ void arrive_at_barrier(void* const* operands) {
     fiber.barrier_id = call.id;
     barrier.waiting |= 1u << warp;
   }
-  if (call.num_threads == int(w.fibers.size()) && w.num_done > 0) {
+  // An arrival that nobody waits for may be left over at the end.
+  if (call.num_threads == int(w.fibers.size()) && w.num_done > 0 && barrier.waiting != 0) {
     for (const Fiber& fiber : w.fibers) {
       const bool has_arrived = barrier.arrived >> ((&fiber - w.fibers.data()) / 32) & 1u;
       if (fiber.state == State::done && !has_arrived) {
-        refuse(call, "not reached by every thread: thread " + name(fiber.index) + " has returned");
+        report_returned_thread(fiber, w.fibers[32 * __builtin_ctz(barrier.waiting)]);
       }
     }
   }
+  if constexpr (kChecked) checker::arrive_at_barrier(call.id, warp);
   if (barrier.num_arrived() < barrier.num_threads) return;
+  if constexpr (kChecked) {
+    checker::pass_named_barrier(call.id, barrier.arrived, barrier.waiting, barrier.first_line);
+  }
   for (uint32_t warps = barrier.waiting; warps != 0; warps &= warps - 1) {
     const int waiting = 32 * __builtin_ctz(warps);
     for (int lane = 0; lane < 32; ++lane) w.fibers[waiting + lane].state = State::ready;
@@ -1026,29 +1033,28 @@ void barrier_arrive(int id, int num_threads, Site site) {
 void require_address(const char* function, const void* address, size_t bytes, bool is_shared,
                      Site site) {
   const auto value = reinterpret_cast<uintptr_t>(address);
-  char text[160];
   const char* what = nullptr;
   if ((value & (bytes - 1)) != 0 && !(kChecked && checker::active())) {
-    what = "misaligned: address 0x%zx, not a multiple of 16";
+    what = "misaligned, the address is no multiple of 16";
   } else if (is_shared &&
              value - reinterpret_cast<uintptr_t>(fa2_dynamic_smem) >= kMaxSharedBytes) {
     const Library& library = *worker->launch->library;
-    what = "address 0x%zx, which is not one of shared memory";
-    const uintptr_t block = library.shared_arrays.empty()
-                                ? 0
-                                : reinterpret_cast<uintptr_t>(thread_local_block(library));
+    what = "the address is not one of shared memory";
     for (const SharedArray& array : library.shared_arrays) {
+      const uintptr_t block = reinterpret_cast<uintptr_t>(thread_local_block(library));
       if (value - (block + array.offset) < array.bytes) what = nullptr;
     }
   }
   if (what == nullptr) return;
-  std::snprintf(text, sizeof(text), what, size_t(value));
   abandon_block(cudaErrorIllegalAddress,
-                std::string(function) + "() at " + name(site) + ": " + text, "memcheck", site);
+                std::string(function) + "() at " + name(site) + ": " + what, "memcheck", site);
 }
 
 void cp_async_16(void* shared, const void* global, bool inside, Site site) {
   Worker& w = *worker;
+  if constexpr (kChecked) {
+    checker::start_copy(shared, inside ? global : nullptr, __builtin_return_address(0));
+  }
   require_address("cp_async_16", shared, 16, true, site);
   require_address("cp_async_16", global, 16, false, site);
   Copies& copies = w.current().copies;
@@ -1082,6 +1088,7 @@ void cp_async_wait(int num_pending) {
   for (const size_t end = last[-1]; copies.num_landed < end; ++copies.num_landed) {
     const Copies::Copy& copy = copies.queue[copies.num_landed];
     std::memcpy(copy.target, copy.data, sizeof(copy.data));
+    if constexpr (kChecked) checker::land_copy(copy.target);
   }
   copies.groups.erase(copies.groups.begin(), last);
 }

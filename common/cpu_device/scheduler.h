@@ -43,6 +43,7 @@ struct Library {
   // Offsets of the bytes that tell whether a thread-local variable was initialised: GCC has one for each
   // array of a class, also where nothing is to be done.
   std::vector<size_t> guards;
+  bool calls_named_barriers = false;
   struct Function {
     uintptr_t address;
     size_t bytes;

@@ -1,5 +1,9 @@
 // Kernels whose traffic is known: how many requests, lanes, bytes, sectors and passes over the banks each line
 // makes.
+#include "common/cuda/async_copy.h"
+#include "common/cuda/barrier.h"
+#include "common/cuda/reduce.h"
+#include "common/cuda/tensor_core.h"
 #include "program.h"
 
 namespace {
@@ -35,6 +39,21 @@ __global__ void wide(Memory m) {
   const float4 four = reinterpret_cast<const float4*>(m.x)[i];           // LINE float4.read
   const float2 two = reinterpret_cast<const float2*>(m.x)[i];            // LINE float2.read
   reinterpret_cast<float4*>(m.y)[i] = make_float4(four.x, two.x, 0, 0);  // LINE float4.write
+}
+
+// Hints change no traffic.
+__global__ void cache_hints(Memory m) {
+  const int i = threadIdx.x;
+  float sum = __ldca(m.x + i);                                           // LINE ldca
+  sum += __ldcg(m.x + 32 + i);                                           // LINE ldcg
+  sum += __ldcs(m.x + 64 + i);                                           // LINE ldcs
+  sum += __ldlu(m.x + 96 + i);                                           // LINE ldlu
+  sum += __ldcv(m.x + 128 + i);                                          // LINE ldcv
+  const float4 four = __ldcs(reinterpret_cast<const float4*>(m.x) + i);  // LINE ldcs4
+  __stwb(m.y + i, sum);                                                  // LINE stwb
+  __stcg(m.y + 32 + i, four.x);                                          // LINE stcg
+  __stwt(m.y + 64 + i, four.y);                                          // LINE stwt
+  __stcs(reinterpret_cast<float4*>(m.y) + 32 + i, four);                 // LINE stcs4
 }
 
 __global__ void narrow(Memory m) {
@@ -266,10 +285,67 @@ __global__ void one_long_loop(Memory m) {
   m.y[i] = sum;  // LINE one_long_loop.end
 }
 
+// ---------------------------------------------------------------- what tensor core kernels do
+
+// Rows of 128 bytes, and of 144.
+__global__ void matrices(Memory m) {
+  const int lane = threadIdx.x;
+  for (int i = lane; i < 288; i += 32) {
+    dynamic_smem<float4>()[i] = make_float4(1.0f, 2.0f, 3.0f, 4.0f);  // LINE matrices.fill
+  }
+  __syncwarp();
+  __half* numbers = dynamic_smem<__half>();
+  uint32_t four[4], two[2], one[1];
+  ldmatrix<4>(four, numbers + 64 * lane);  // LINE matrices.conflicts
+  float sum = static_cast<float>(four[0]);
+  ldmatrix<4>(four, numbers + 72 * lane);       // LINE matrices.padded
+  ldmatrix_trans<2>(two, numbers + 64 * lane);  // LINE matrices.two
+  ldmatrix<1>(one, numbers + 72 * lane);        // LINE matrices.one
+  sum += static_cast<float>(four[1] + two[1] + one[0]);
+  __syncwarp();
+  stmatrix<4>(numbers + 72 * lane, four);  // LINE matrices.store
+  stmatrix<1>(numbers + 64 * lane, one);   // LINE matrices.store_one
+  float c[4] = {sum, sum, sum, sum};
+  mma<__half>(c, four, one[0], two[0]);
+  m.y[lane] = c[0];  // LINE matrices.end
+}
+
+// What is outside is not read, but zeros are written. 64 threads.
+__global__ void copies(Memory m) {
+  __shared__ __align__(16) float tile[2][256];
+  const int first = 4 * threadIdx.x;
+  for (int i = 0; i < 2; ++i) {
+    cp_async_16(tile[i] + first, m.x + 256 * i + first, threadIdx.x < 40);  // LINE copies
+    cp_async_commit();
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+  m.y[threadIdx.x] = tile[1][first];  // LINE copies.end
+}
+
+__global__ void vector_adds(Memory m) {
+  const float x[4] = {1.0f, 2.0f, 3.0f, 4.0f};
+  reduce_add(m.y + 4 * threadIdx.x, x);              // LINE vector_adds.each
+  reduce_add(m.y + 128 + 4 * (threadIdx.x / 8), x);  // LINE vector_adds.same
+}
+
+__global__ void named_barriers(Memory m) {
+  for (int i = 0; i < 3; ++i) {
+    if (threadIdx.x < 64) barrier_sync(1, 64);  // LINE named_barriers.part
+    if (threadIdx.x < 32) {
+      barrier_sync(2, 96);  // LINE named_barriers.whole
+    } else {
+      barrier_sync(2, 96);
+    }
+  }
+  m.y[thread_of_grid()] = 1.0f;  // LINE named_barriers.end
+}
+
 const Case kCases[] = {
     CASE(coalesced, 3, 64),
     CASE(patterns, 1, 32),
     CASE(wide, 1, 32),
+    CASE(cache_hints, 1, 32),
     CASE(narrow, 1, 32),
     CASE(structs, 1, 32),
     CASE(adds, 2, 32, 0, 96),
@@ -290,6 +366,10 @@ const Case kCases[] = {
     CASE(long_loops, 1, 64, 256),
     CASE(uneven_loops, 1, 32),
     CASE(one_long_loop, 1, 32),
+    CASE(matrices, 1, 32, 4608),
+    CASE(copies, 1, 64),
+    CASE(vector_adds, 1, 32, 0, 144),
+    CASE(named_barriers, 2, 96),
 };
 
 }  // namespace

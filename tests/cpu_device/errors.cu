@@ -1,3 +1,5 @@
+// Needs compute capability 8.0.
+//
 // Kernels that are wrong, each in its own way. The CPU device must say what is wrong and where, and the
 // next launch of the same process must work.
 //
@@ -6,6 +8,10 @@
 // leave a context that cannot be used any more.
 //
 // The tests look up line numbers by the markers `// LINE name`.
+#include "common/cuda/async_copy.h"
+#include "common/cuda/barrier.h"
+#include "common/cuda/reduce.h"
+#include "common/cuda/tensor_core.h"
 #include "program.h"
 
 // After program.h, as kernels have it: whichever order, assert() must be the device's.
@@ -129,6 +135,95 @@ __global__ void many_short_blocks(volatile int* out) {
   for (int i = 0; i < 30000000; ++i) out[0] = i;
 }
 
+// One lane of 32 is missing.
+__global__ void mma_without_a_lane(int* out) {
+  if (is_culprit()) return;
+  float c[4] = {};
+  const uint32_t a[4] = {};
+  mma<__nv_bfloat16>(c, a, 0, 0);  // LINE mma_without_a_lane
+  out[0] = static_cast<int>(c[0]);
+}
+
+__global__ void small_warp(int* out) {
+  float c[4] = {};
+  const uint32_t a[4] = {};
+  mma<__half>(c, a, 0, 0);  // LINE small_warp
+  out[0] = static_cast<int>(c[0]);
+}
+
+__global__ void different_matrices(int* out) {
+  const char* row = dynamic_smem<char>() + 16 * (linear_thread() % 32);
+  uint32_t four[4] = {}, two[2] = {};
+  if (linear_thread() % 32 < 8) {
+    ldmatrix_trans<4>(four, row);  // LINE different_matrices.four
+  } else {
+    ldmatrix<2>(two, row);  // LINE different_matrices.two
+  }
+  out[0] = static_cast<int>(four[0] + two[0]);
+}
+
+__global__ void misaligned_row(int* out) {
+  char* row = dynamic_smem<char>() + 16 * (linear_thread() % 32) + (is_culprit() ? 8 : 0);
+  const uint32_t r[4] = {};
+  stmatrix<4>(row, r);  // LINE misaligned_row
+  out[0] = 1;
+}
+
+__global__ void row_elsewhere(int* out) {
+  uint32_t r[2];
+  const void* row = is_culprit() ? static_cast<const void*>(out) : dynamic_smem<char>();
+  ldmatrix<2>(r, row);  // LINE row_elsewhere
+  out[0] = static_cast<int>(r[0]);
+}
+
+__global__ void misaligned_target(int* out) {
+  const int offset = is_culprit() ? 4 : 0;
+  cp_async_16(dynamic_smem<char>() + 16 * linear_thread() + offset, out);  // LINE misaligned_target
+  cp_async_commit();
+  cp_async_wait<0>();
+}
+
+__global__ void misaligned_source(int* out) {
+  const int offset = is_culprit() ? 1 : 0;
+  cp_async_16(dynamic_smem<char>() + 16 * linear_thread(), out + offset);  // LINE misaligned_source
+  cp_async_commit();
+  cp_async_wait<0>();
+}
+
+__global__ void misaligned_sum(float* sums) {
+  const float x[4] = {};
+  reduce_add(sums + (is_culprit() ? 2 : 0), x);  // LINE misaligned_sum
+}
+
+// Both warps wait, each for the other to arrive at its barrier.
+__global__ void crossed_barriers(int* out) {
+  if (linear_thread() < 32) {
+    barrier_sync(1, 64);  // LINE crossed_barriers.one
+    barrier_arrive(2, 64);
+  } else {
+    barrier_sync(2, 64);  // LINE crossed_barriers.other
+    barrier_arrive(1, 64);
+  }
+  out[0] = 1;
+}
+
+// Warp 0 arrives for the second phase before warp 1 has for the first.
+__global__ void barrier_runs_ahead(int* out) {
+  if (linear_thread() < 32) {
+    for (int i = 0; i < 2; ++i) barrier_arrive(1, 64);  // LINE barrier_runs_ahead
+    barrier_arrive(2, 64);
+  } else {
+    barrier_sync(2, 64);
+  }
+  out[0] = 1;
+}
+
+__global__ void barrier_of_some(int* out) {
+  if (is_block_of_culprit() && linear_thread() < 32) return;
+  barrier_sync(0, 64);  // LINE barrier_of_some
+  out[0] = 1;
+}
+
 __global__ void unreached(int* out) {
   out[0] = 1;
 }
@@ -210,6 +305,27 @@ cudaError_t run_wrong(const std::string& name, int* out) {
   if (name == "recursion") return launch(recursion, kGrid, kBlock, 0, nullptr, out);
   if (name == "endless_loop") return launch(endless_loop, kGrid, kBlock, 0, nullptr, out + 2);
   if (name == "many_short_blocks") return launch(many_short_blocks, dim3(80), one, 0, nullptr, out);
+  const size_t bytes = 2048;
+  float* const sums = reinterpret_cast<float*>(out);
+  if (name == "mma_without_a_lane") {
+    return launch(mma_without_a_lane, kGrid, kBlock, 0, nullptr, out);
+  }
+  if (name == "small_warp") return launch(small_warp, one, dim3(8, 5), 0, nullptr, out);
+  if (name == "different_matrices") {
+    return launch(different_matrices, one, kBlock, bytes, nullptr, out);
+  }
+  if (name == "misaligned_row") return launch(misaligned_row, kGrid, kBlock, bytes, nullptr, out);
+  if (name == "row_elsewhere") return launch(row_elsewhere, kGrid, kBlock, bytes, nullptr, out);
+  if (name == "misaligned_target") {
+    return launch(misaligned_target, kGrid, kBlock, bytes, nullptr, out);
+  }
+  if (name == "misaligned_source") {
+    return launch(misaligned_source, kGrid, kBlock, bytes, nullptr, out);
+  }
+  if (name == "misaligned_sum") return launch(misaligned_sum, kGrid, kBlock, 0, nullptr, sums);
+  if (name == "crossed_barriers") return launch(crossed_barriers, one, kBlock, 0, nullptr, out);
+  if (name == "barrier_runs_ahead") return launch(barrier_runs_ahead, one, kBlock, 0, nullptr, out);
+  if (name == "barrier_of_some") return launch(barrier_of_some, kGrid, kBlock, 0, nullptr, out);
   if (name == "too_many_threads") return launch(unreached, one, dim3(32, 33), 0, nullptr, out);
   if (name == "block_too_deep") return launch(unreached, one, dim3(1, 1, 65), 0, nullptr, out);
   if (name == "empty_block") return launch(unreached, one, dim3(0), 0, nullptr, out);

@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <tuple>
 #include <vector>
@@ -53,11 +54,13 @@ constexpr int kDynamicShared = -1;               // static array i is kDynamicSh
 // ---------------------------------------------------------------- what is remembered of a location
 
 // Within one block. `interval` counts the stretches between block barriers, over all blocks of the check:
-// accesses of different threads in one interval are ordered only by __syncwarp. `step` counts a thread's
+// accesses of different threads in one interval are ordered only by __syncwarp and named barriers. `step` counts a thread's
 // accesses in its interval: of two that race, the one with fewer steps is called the first.
 constexpr uint16_t kNobody = 0xffff;
 
-// Threads that did the same in one interval: those of one warp as a set of lanes, and one of another warp.
+// Threads that did the same in one interval: those of one warp as a set of lanes, and one of another warp. With
+// named barriers, of which some warps may know and others not, groups form a list instead: each is of one warp
+// and one clock, and `other_pc` is the number of the next in state.groups.
 struct Group {
   uint32_t interval = 0, pc = 0, clock = 0, lanes = 0, step = 0;
   uint16_t warp = 0, other_thread = kNobody;
@@ -67,8 +70,9 @@ struct Group {
 struct Cell {
   uint32_t write_interval = 0, write_pc = 0, write_clock = 0, write_step = 0;
   uint16_t write_thread = 0;
+  bool is_copy = false;  // the write is of an asynchronous copy
   Group readers;
-  uint32_t adders = 0;          // number of a group in state.adders; 0 is none
+  uint32_t adders = 0;          // number of a group in state.groups; 0 is none
   uint32_t raced_interval = 0;  // in which a race was found
 };
 
@@ -91,6 +95,8 @@ struct SharedMemory {
   size_t bytes = 0;
   int log2_unit = 2;
   std::vector<SharedCell> cells;
+  std::vector<uint32_t>
+      copies;  // on their way to each 16 bytes, by number in state.copies; empty at first
 
   explicit SharedMemory(size_t bytes) : bytes(bytes), cells((bytes + 3) / 4) {}
 
@@ -104,6 +110,12 @@ struct SharedMemory {
 struct Visitor {
   uint32_t block = 0, pc = 0;
   uint16_t thread = 0;
+};
+
+// An asynchronous copy that has not arrived.
+struct Copy {
+  uint32_t interval, pc, step;
+  uint16_t thread;
 };
 
 // Between the blocks of a launch nothing is ordered.
@@ -193,7 +205,10 @@ struct Now {
   uint32_t interval;
   uint16_t thread, warp, lane;
   uint32_t* clocks;  // of the running thread: how far it knows each lane of its warp to be
-  uint32_t block;    // serial number in the check
+  const uint32_t*
+      known;  // of its warp: how far it knows each thread to be; null without named barriers
+  uint32_t num_copies;  // that have not arrived, of the block
+  uint32_t block;       // serial number in the check
   uint32_t block_in_launch;
 } now;
 
@@ -204,7 +219,9 @@ struct State {
   std::vector<uint16_t> pages;  // region of each page of the arena
   SharedMemory dynamic_shared{kMaxSharedBytes};
   std::vector<SharedMemory> static_shared;
-  std::vector<Group> adders;  // threads that added to one cell; the first is none
+  std::deque<Group>
+      groups;  // threads that added to one cell, and more of those that read; the first is none
+  std::vector<Copy> copies;  // of the block; the first is none
 
   const Library* library = nullptr;
   uintptr_t kernel = 0;
@@ -218,11 +235,14 @@ struct State {
   uint32_t interval = 0;
   std::vector<Log> logs;
   std::vector<uint32_t> clocks;  // [thread][lane of its warp]
-  int logging = -1;              // thread whose log `now` writes
+  // What a sync of a named barrier lets a warp know: [warp][thread], and for each barrier under way [thread].
+  // Empty where the library calls none.
+  std::vector<uint32_t> known, arrived[16];
+  int logging = -1;  // thread whose log `now` writes
 
   std::vector<Requests> requests;
   std::map<std::pair<uint32_t, std::pair<int, int>>, size_t> requests_of;
-  std::map<std::pair<std::string, bool>, uint64_t> barriers;  // (site, is a warp's) -> times
+  std::map<std::pair<std::string, const char*>, uint64_t> barriers;  // (site, of what) -> times
 
   std::vector<Observation> findings;
   std::map<FindingKey, size_t> finding_of;
@@ -296,9 +316,11 @@ void found(const char* tool, const char* what, uint32_t pc, int region, uint64_t
 
 // ---------------------------------------------------------------- races
 
-// Whether the running thread is after `clock` of another thread: only lanes that met it in a __syncwarp are.
+// Whether the running thread is after `clock` of another thread: only lanes that met it in a __syncwarp are,
+// and warps that have heard of it through named barriers.
 bool is_after(int thread, uint32_t clock) {
-  return thread / kWarpSize == now.warp && now.clocks[thread % kWarpSize] >= clock;
+  if (thread / kWarpSize == now.warp) return now.clocks[thread % kWarpSize] >= clock;
+  return now.known != nullptr && now.known[thread] >= clock;
 }
 
 uint32_t step_of_now() {
@@ -328,8 +350,60 @@ void found_race(const Conflict& conflict, uint32_t pc, int region, uint64_t offs
   add_finding(std::move(finding));
 }
 
+// The next group of a list, or null.
+Group* next_of(const Group& group) {
+  return group.other_pc == 0 ? nullptr : &state.groups[group.other_pc];
+}
+
+void find_unordered_in_list(const Group& first, Conflict& conflict, uint32_t& step) {
+  for (const Group* group = &first; group != nullptr; group = next_of(*group)) {
+    if (group->interval != now.interval) continue;
+    for (unsigned lanes = group->lanes; lanes != 0; lanes &= lanes - 1) {
+      const int thread = group->warp * kWarpSize + __builtin_ctz(lanes);
+      if (thread == now.thread || is_after(thread, group->clock)) continue;
+      conflict = {"", group->pc, thread};
+      step = group->step;
+      return;
+    }
+  }
+}
+
+// A thread keeps its last access only: who is after that is after those before.
+void add_to_list(Group& first, uint32_t pc) {
+  const uint32_t clock = now.clocks[now.lane], self = 1u << now.lane;
+  Group *own = nullptr, *unused = nullptr, *last = nullptr;
+  for (Group* group = &first; group != nullptr; group = next_of(*group)) {
+    last = group;
+    const bool is_current = group->interval == now.interval;
+    if (is_current && group->warp == now.warp) {
+      if (group->clock == clock) {
+        own = group;
+        continue;
+      }
+      group->lanes &= ~self;
+    }
+    if (!is_current || group->lanes == 0) unused = group;
+  }
+  if (own == nullptr) {
+    if (unused == nullptr) {
+      const Busy busy;
+      last->other_pc = uint32_t(state.groups.size());
+      unused = &state.groups.emplace_back();
+    }
+    own = unused;
+    own->interval = now.interval;
+    own->clock = clock;
+    own->lanes = 0;
+    own->warp = now.warp;
+  }
+  own->lanes |= self;
+  own->pc = pc;
+  own->step = step_of_now();
+}
+
 // A thread of the group that the running thread is not ordered with, in `conflict`.
 void find_unordered(const Group& group, Conflict& conflict, uint32_t& step) {
+  if (now.known != nullptr) return find_unordered_in_list(group, conflict, step);
   int thread = kNobody;
   if (group.warp != now.warp) {
     thread = group.warp * kWarpSize + __builtin_ctz(group.lanes);
@@ -348,6 +422,7 @@ void find_unordered(const Group& group, Conflict& conflict, uint32_t& step) {
 }
 
 void add_to_group(Group& group, uint32_t pc) {
+  if (now.known != nullptr) return add_to_list(group, pc);
   const uint32_t clock = now.clocks[now.lane];
   if (group.interval != now.interval) {
     group = {now.interval, pc, clock, 1u << now.lane, step_of_now(), now.warp, kNobody, 0, 0};
@@ -372,28 +447,30 @@ void add_to_group(Group& group, uint32_t pc) {
 Group& adders_of(Cell& cell) {
   if (cell.adders == 0) {
     const Busy busy;
-    cell.adders = uint32_t(state.adders.size());
-    state.adders.emplace_back();
+    cell.adders = uint32_t(state.groups.size());
+    state.groups.emplace_back();
   }
-  return state.adders[cell.adders];
+  return state.groups[cell.adders];
 }
 
 // Records an access of the running thread; returns the access of another thread of the block that it is not
-// ordered with, if there is one and one of the two writes.
-Conflict record(Cell& cell, Kind kind, uint32_t pc) {
+// ordered with, if there is one and one of the two writes. `is_copy`: it is that of an asynchronous copy.
+Conflict record(Cell& cell, Kind kind, uint32_t pc, bool is_copy = false) {
   Conflict conflict;
   uint32_t step = 0;
-  bool other_reads = false;
+  bool other_reads = false, other_is_copy = false;
   if (cell.write_interval == now.interval && cell.write_thread != now.thread &&
       !is_after(cell.write_thread, cell.write_clock)) {
     conflict = {"", cell.write_pc, cell.write_thread};
     step = cell.write_step;
+    other_is_copy = cell.is_copy;
   }
   if (kind != kAtomic && cell.adders != 0 && conflict.what == nullptr &&
-      state.adders[cell.adders].interval == now.interval) {
-    find_unordered(state.adders[cell.adders], conflict, step);
+      (now.known != nullptr || state.groups[cell.adders].interval == now.interval)) {
+    find_unordered(state.groups[cell.adders], conflict, step);
   }
-  if (kind != kRead && conflict.what == nullptr && cell.readers.interval == now.interval) {
+  if (kind != kRead && conflict.what == nullptr &&
+      (now.known != nullptr || cell.readers.interval == now.interval)) {
     find_unordered(cell.readers, conflict, step);
     other_reads = true;
   }
@@ -408,6 +485,9 @@ Conflict record(Cell& cell, Kind kind, uint32_t pc) {
       const bool read_is_first = conflict.is_first == other_reads;
       conflict.what = read_is_first ? "write after read" : "read after write";
     }
+    if (conflict.is_first ? other_is_copy : is_copy) {
+      conflict.what = kind == kRead || other_reads ? "read of a copy" : "write to a copy";
+    }
   }
   if (kind == kRead) {
     add_to_group(cell.readers, pc);
@@ -419,6 +499,7 @@ Conflict record(Cell& cell, Kind kind, uint32_t pc) {
     cell.write_clock = now.clocks[now.lane];
     cell.write_step = step_of_now();
     cell.write_thread = now.thread;
+    cell.is_copy = is_copy;
   }
   return conflict;
 }
@@ -518,8 +599,15 @@ bool is_multiple(uintptr_t address, size_t power_of_two) {
   return (address & (power_of_two - 1)) == 0;
 }
 
+// An access to the destination of a copy that may be under way, although a barrier comes between.
+void found_copy_under_way(const Copy& copy, Kind kind, uint32_t pc, int region, uint64_t offset,
+                          size_t bytes) {
+  const char* what = kind == kRead ? "read of a copy" : "write to a copy";
+  found_race({what, copy.pc, copy.thread, true}, pc, region, offset, bytes);
+}
+
 void touch_shared(SharedMemory& memory, int region, uintptr_t offset, size_t bytes, Kind kind,
-                  uint32_t pc, bool is_aligned) {
+                  uint32_t pc, bool is_aligned, bool is_copy = false) {
   if (!is_aligned) found("memcheck", "misaligned", pc, region, offset, bytes);
   if (__builtin_expect(bytes >> memory.log2_unit == 0 || !is_aligned, false)) {
     const Busy busy;
@@ -535,8 +623,15 @@ void touch_shared(SharedMemory& memory, int region, uintptr_t offset, size_t byt
       shared.written_block = now.block;  // once is enough
     }
     if (kind != kRead) shared.written_block = now.block;
-    const Conflict conflict = record(shared.cell, kind, pc);
-    if (conflict.what != nullptr) found_race(conflict, pc, region, start, bytes);
+    const Conflict conflict = record(shared.cell, kind, pc, is_copy);
+    if (conflict.what != nullptr) {
+      found_race(conflict, pc, region, start, bytes);
+    } else if (__builtin_expect(now.num_copies > 0, false) && !memory.copies.empty()) {
+      const uint32_t copy = memory.copies[start / 16];
+      if (copy != 0) {
+        found_copy_under_way(state.copies[copy], kind, pc, region, start, bytes);
+      }
+    }
   }
 }
 
@@ -591,8 +686,26 @@ void touch_global(uintptr_t offset, size_t bytes, Kind kind, uint32_t pc, bool i
   abandon_checked_block();
 }
 
+// Shared memory at an address, and the offset in it. Null if there is none, or fewer bytes of it.
+SharedMemory* find_shared(uintptr_t address, size_t bytes, int& region, uintptr_t& offset) {
+  offset = address - now.shared;
+  if (offset + bytes <= state.dynamic_bytes && offset < kMaxSharedBytes) {
+    region = kDynamicShared;
+    return &state.dynamic_shared;
+  }
+  const auto& arrays = state.library->shared_arrays;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    offset = address - (state.static_base + arrays[i].offset);
+    region = kDynamicShared - 1 - int(i);
+    if (offset < arrays[i].bytes && offset + bytes <= arrays[i].bytes) {
+      return &state.static_shared[i];
+    }
+  }
+  return nullptr;
+}
+
 // Neither device memory nor dynamic shared memory nor the thread's own stack.
-void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc) {
+void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc, bool is_copy) {
   const auto& arrays = state.library->shared_arrays;
   const uintptr_t dynamic_offset = address - now.shared;
   uintptr_t nearest_distance = std::min(dynamic_offset - kMaxSharedBytes, -dynamic_offset);
@@ -604,7 +717,7 @@ void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc) {
     const int region = kDynamicShared - 1 - int(i);
     if (offset < arrays[i].bytes && offset + bytes <= arrays[i].bytes) {
       touch_shared(state.static_shared[i], region, offset, bytes, kind, pc,
-                   is_multiple(address, bytes));
+                   is_multiple(address, bytes), is_copy);
       append_to_log(pc, kind, unsigned(bytes), 3u << 30 | uint32_t(i) << 20 | uint32_t(offset));
       return;
     }
@@ -633,7 +746,8 @@ void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc) {
                bytes);
 }
 
-inline void access(uintptr_t address, size_t bytes, Kind kind, const void* return_address) {
+inline void access(uintptr_t address, size_t bytes, Kind kind, const void* return_address,
+                   bool is_copy = false) {
   if (reinterpret_cast<uintptr_t>(__builtin_frame_address(0)) - now.stack >= now.stack_bytes)
     return;
   if (address - now.stack < now.stack_bytes) return;
@@ -642,7 +756,7 @@ inline void access(uintptr_t address, size_t bytes, Kind kind, const void* retur
   if (offset < kMaxSharedBytes) {
     if (offset + bytes <= state.dynamic_bytes) {
       touch_shared(state.dynamic_shared, kDynamicShared, offset, bytes, kind, pc,
-                   is_multiple(address, bytes));
+                   is_multiple(address, bytes), is_copy);
     } else if (offset + bytes <= kMaxSharedBytes) {
       found("memcheck", kKindNames[kind], pc, kDynamicShared, offset, bytes);
     } else {
@@ -653,7 +767,7 @@ inline void access(uintptr_t address, size_t bytes, Kind kind, const void* retur
     touch_global(offset, bytes, kind, pc, is_multiple(address, bytes));
     append_to_log(pc, kind, unsigned(bytes), uint32_t(offset));
   } else {
-    touch_other(address, bytes, kind, pc);
+    touch_other(address, bytes, kind, pc, is_copy);
   }
   if (__builtin_expect(is_late, false)) abandon_late_block();
   if (__builtin_expect(now.log >= now.log_limit, false)) wait_for_log_space();
@@ -787,8 +901,8 @@ void resume_log() {
 // leads to it; or, if the code after a loop lies before the loop, at the loop's end.
 uint32_t find_position(uint32_t last, uint32_t next) {
   const uint32_t from = last >> 6, to = next >> 6;
-  // One instruction may log several accesses, of different kinds.
-  if (last == 0 || to > from || (to == from && last != next)) return next;
+  // One instruction may log several accesses: a read, then a write.
+  if (last == 0 || to > from || (to == from && last < next)) return next;
   const auto& loops = *state.loops;
   auto loop = std::lower_bound(loops.begin(), loops.end(), from,
                                [](Loop l, uint32_t pc) { return l.last < pc; });
@@ -943,8 +1057,7 @@ void end_launch() {
   state.requests.clear();
   state.requests_of.clear();
   for (const auto& [key, times] : state.barriers) {
-    put("barrier\t" + launch + "\t" + key.first + "\t" + (key.second ? "warp" : "block") + "\t" +
-        number(times));
+    put("barrier\t" + launch + "\t" + key.first + "\t" + key.second + "\t" + number(times));
   }
   state.barriers.clear();
   for (size_t i = 1; i < state.regions.size(); ++i) {
@@ -966,6 +1079,18 @@ void start_block(uint64_t block) {
   for (int thread = 0; thread < state.num_threads; ++thread) {
     state.clocks[thread * kWarpSize + thread % kWarpSize] = 1;
   }
+  const size_t num_warps = size_t(state.num_threads + kWarpSize - 1) / kWarpSize;
+  state.known.assign(state.library->calls_named_barriers ? num_warps * state.num_threads : 0, 0);
+  for (std::vector<uint32_t>& arrived : state.arrived) {
+    arrived.assign(state.known.empty() ? 0 : state.num_threads, 0);
+  }
+  state.copies.resize(1);
+  now.num_copies = 0;
+  const auto forget_copies = [](SharedMemory& memory) {
+    std::fill(memory.copies.begin(), memory.copies.end(), 0);
+  };
+  forget_copies(state.dynamic_shared);
+  std::for_each(state.static_shared.begin(), state.static_shared.end(), forget_copies);
   state.logging = -1;
   num_busy = 0;
   for (Log& log : state.logs) {
@@ -991,6 +1116,7 @@ void enter_thread(int thread, const char* stack, size_t stack_bytes) {
   now.warp = uint16_t(thread / kWarpSize);
   now.lane = uint16_t(thread % kWarpSize);
   now.clocks = &state.clocks[size_t(thread) * kWarpSize];
+  now.known = state.known.empty() ? nullptr : &state.known[size_t(now.warp) * state.num_threads];
   now.stack = reinterpret_cast<uintptr_t>(stack);
   now.stack_bytes = stack_bytes;
   now.log_start = state.logs[thread].entries.data();
@@ -1001,7 +1127,7 @@ void enter_thread(int thread, const char* stack, size_t stack_bytes) {
 void pass_barrier(Site site) {
   if (!state.active) return;
   const Busy busy;
-  ++state.barriers[{text_of(site), false}];
+  ++state.barriers[{text_of(site), "block"}];
   merge_all_logs();
   report_reads_of_nothing(true);
   now.interval = ++state.interval;
@@ -1012,7 +1138,7 @@ void pass_warp_op(int first, unsigned lanes, unsigned returned, bool orders_memo
   const Busy busy;
   merge_logs(first, lanes | returned, 0);
   if (!orders_memory) return;
-  ++state.barriers[{text_of(site), true}];
+  ++state.barriers[{text_of(site), "warp"}];
   uint32_t joined[kWarpSize] = {};
   for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
     const uint32_t* clocks = &state.clocks[size_t(first + __builtin_ctz(rest)) * kWarpSize];
@@ -1024,6 +1150,44 @@ void pass_warp_op(int first, unsigned lanes, unsigned returned, bool orders_memo
     std::copy(joined, joined + kWarpSize, clocks);
     ++clocks[lane];
   }
+}
+
+void arrive_at_barrier(int id, int warp) {
+  if (!state.active || state.known.empty()) return;
+  uint32_t* arrived = state.arrived[id].data();
+  const uint32_t* known = &state.known[size_t(warp) * state.num_threads];
+  for (int i = 0; i < state.num_threads; ++i) arrived[i] = std::max(arrived[i], known[i]);
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    const size_t thread = size_t(warp) * kWarpSize + lane;
+    uint32_t& clock = state.clocks[thread * kWarpSize + lane];
+    arrived[thread] = std::max(arrived[thread], clock++);
+  }
+}
+
+void pass_named_barrier(int id, uint32_t warps, uint32_t waiting, Site site) {
+  if (!state.active) return;
+  const bool is_whole =
+      waiting == warps && __builtin_popcount(warps) * kWarpSize == state.num_threads;
+  const Busy busy;
+  if (is_whole) {
+    pass_barrier(site);
+  } else {
+    ++state.barriers[{text_of(site), "warps"}];
+  }
+  if (state.known.empty()) return;
+  std::vector<uint32_t>& arrived = state.arrived[id];
+  for (uint32_t rest = waiting; rest != 0; rest &= rest - 1) {
+    const int warp = __builtin_ctz(rest);
+    uint32_t* known = &state.known[size_t(warp) * state.num_threads];
+    for (int i = 0; i < state.num_threads; ++i) known[i] = std::max(known[i], arrived[i]);
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+      uint32_t* clocks = &state.clocks[(size_t(warp) * kWarpSize + lane) * kWarpSize];
+      for (int i = 0; i < kWarpSize; ++i) {
+        clocks[i] = std::max(clocks[i], arrived[warp * kWarpSize + i]);
+      }
+    }
+  }
+  std::fill(arrived.begin(), arrived.end(), 0);
 }
 
 void read_absent_lane(int source, uint3 thread, Site site) {
@@ -1077,6 +1241,63 @@ void report(const char* kind, const std::string& text, Site site, const void* in
 
 void access_atomic(const void* address, size_t bytes, const void* return_address) {
   access(reinterpret_cast<uintptr_t>(address), bytes, kAtomic, return_address);
+}
+
+void access_row(const void* address, bool is_write, const void* return_address) {
+  access(reinterpret_cast<uintptr_t>(address), 16, is_write ? kWrite : kRead, return_address);
+}
+
+void start_copy(const void* shared, const void* global, const void* return_address) {
+  if (!state.active) return;
+  const auto target = reinterpret_cast<uintptr_t>(shared);
+  if (global != nullptr) {
+    access(reinterpret_cast<uintptr_t>(global), 16, kRead, return_address);
+  }
+  const Copy copy{now.interval, pc_of(return_address), step_of_now(), now.thread};
+  access(target, 16, kWrite, return_address, true);
+  int region;
+  uintptr_t offset;
+  SharedMemory* memory = find_shared(target, 16, region, offset);
+  if (memory == nullptr || !is_multiple(target, 16)) return;
+  const Busy busy;
+  if (memory->copies.empty()) memory->copies.resize((memory->bytes + 15) / 16);
+  uint32_t& number = memory->copies[offset / 16];
+  if (number == 0) {
+    number = uint32_t(state.copies.size());
+    state.copies.push_back(copy);
+    ++now.num_copies;
+  }
+  state.copies[number] = copy;
+}
+
+// From here on the data counts as written by the thread that waited. What others have done there meanwhile
+// was found when they did it.
+void land_copy(const void* shared) {
+  if (!state.active) return;
+  int region;
+  uintptr_t offset;
+  SharedMemory* memory = find_shared(reinterpret_cast<uintptr_t>(shared), 16, region, offset);
+  if (memory == nullptr || memory->copies.empty()) return;
+  uint32_t& number = memory->copies[offset / 16];
+  if (number == 0) return;
+  const Copy copy = state.copies[number];
+  if (copy.thread != now.thread) return;  // another thread's, into the same place
+  number = 0;
+  if (--now.num_copies == 0) {
+    const Busy busy;
+    state.copies.resize(1);
+  }
+  for (uintptr_t unit = offset >> memory->log2_unit; unit << memory->log2_unit < offset + 16;
+       ++unit) {
+    Cell& cell = memory->cells[unit].cell;
+    // The copy came first, wherever in this interval the wait is.
+    cell.write_step = copy.interval == now.interval ? copy.step : 0;
+    cell.write_interval = now.interval;
+    cell.write_pc = copy.pc;
+    cell.write_clock = now.clocks[now.lane];
+    cell.write_thread = now.thread;
+    cell.is_copy = true;
+  }
 }
 
 bool memset_device(const void* target, size_t bytes) {
@@ -1134,7 +1355,7 @@ void cpu_device_check_begin(void* arena, size_t bytes) {
   now.arena_bytes = std::min(bytes, kMaxArenaBytes);
   state.pages.assign(now.arena_bytes / kPageBytes + 1, kOutside);
   state.regions.push_back({"", 0, 0, 1, true, 1, {}});
-  state.adders.emplace_back();
+  state.groups.emplace_back();
 }
 
 void cpu_device_check_region(const char* name, void* address, size_t bytes, int item_bytes,
