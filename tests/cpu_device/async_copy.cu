@@ -23,6 +23,9 @@ __global__ void groups(const float4* in, float4* out) {
       out[(row * 4 + copy) * kThreads + threadIdx.x] = *shared_of_thread(copy);
     }
   };
+  for (int copy = 0; copy < 4; ++copy) {
+    *shared_of_thread(copy) = make_float4(1.0f, 2.0f, 3.0f, 4.0f);  // must not stay
+  }
   start(0);
   cp_async_commit();
   cp_async_commit();
