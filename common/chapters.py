@@ -6,6 +6,7 @@ chapters: a new folder is found by being there.
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 import tomllib
@@ -281,7 +282,7 @@ class Chapter:
         """
         library = self.library(dtype, head_dim, device)
         return _workspace(
-            library,
+            library.name,
             self.has_backward,
             (batch, num_heads, num_heads, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k),
             is_causal,
@@ -431,7 +432,7 @@ class Chapter:
         is_causal, deterministic = options[1], kind == "backward" and options[2]
         library = self.library(q.dtype, q.shape[3], q.device)
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-        layout = _workspace(library, kind == "backward", sizes, bool(is_causal), bool(deterministic))
+        layout = _workspace(library.name, kind == "backward", sizes, bool(is_causal), bool(deterministic))
         workspace = _uninitialised((layout.allocated_bytes,), q, torch.uint8)
         operator: Callable = getattr(library.ops, kind)
         if q.device.type == "cuda":
@@ -508,7 +509,7 @@ class Chapter:
             max_grid_y=max_grid_y,
         )
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-        layout = _workspace(library, backward, sizes, bool(is_causal), bool(deterministic))
+        layout = _workspace(library.name, backward, sizes, bool(is_causal), bool(deterministic))
         if backward:
             names = ("q", "k", "v", "out", "dout", "lse")
             inputs = [*(self._laid_out(t) for t in (q, k, v, out, dout)), lse.contiguous()]
@@ -570,10 +571,12 @@ def _defines(kernel: Path, function: str) -> bool:
     return re.search(rf"^cudaError_t {function}\(", kernel.read_text(), re.MULTILINE) is not None
 
 
+@functools.lru_cache(maxsize=1024)
 def _workspace(
-    library: jit.KernelLibrary, backward: bool, sizes: tuple[int, ...], is_causal: bool, deterministic: bool
+    name: str, backward: bool, sizes: tuple[int, ...], is_causal: bool, deterministic: bool
 ) -> Workspace:
-    text = library.ops.workspace(backward, *sizes, is_causal, deterministic)
+    """What the build called ``name`` asks for. Asking takes as long as a small kernel, so it is remembered."""
+    text = getattr(torch.ops, name).workspace(backward, *sizes, is_causal, deterministic)
     parts = []
     for line in text.splitlines():
         name, dtype, offset, size, *shape = line.split()

@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) forward_kernel(const ForwardPa
       const int lane = threadIdx.x % 32;
 #pragma unroll
       for (int key = 0; key < kBlockN; key += 16) {
-        const float(&left)[4] = acc_s[key / 8], (&right)[4] = acc_s[key / 8 + 1];
+        const float (&left)[4] = acc_s[key / 8], (&right)[4] = acc_s[key / 8 + 1];
         const uint32_t p[4] = {pack<Element>(left[0], left[1]), pack<Element>(left[2], left[3]),
                                pack<Element>(right[0], right[1]),
                                pack<Element>(right[2], right[3])};
@@ -370,7 +370,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const int64_t first_row = int64_t(blockIdx.x) * params.seqlen_k;  // of this head in dk and dv
   const int64_t split = params.deterministic ? blockIdx.y : 0;
   float* dq = dq_accum + (split * gridDim.x + blockIdx.x) * params.seqlen_q * kHeadDim;
-  const int warp_row = threadIdx.x / 32 * 16;  // of the tile: first query of dS, first key of dK and dV
+  const int warp_row =
+      threadIdx.x / 32 * 16;  // of the tile: first query of dS, first key of dK and dV
 
   const int num_n_blocks = (params.seqlen_k + kBlockN - 1) / kBlockN;
   for (int n_block = blockIdx.y; n_block < num_n_blocks; n_block += gridDim.y) {

@@ -25,7 +25,8 @@ namespace {
 
 static_assert(sizeof(Element) == 2, "tensor cores multiply fp16 or bf16 here; for fp32 use 08");
 
-constexpr int kPaddedDim = kHeadDim <= 64 ? 64 : 128;  // a row of a tile is one or two times 128 bytes
+constexpr int kPaddedDim =
+    kHeadDim <= 64 ? 64 : 128;  // a row of a tile is one or two times 128 bytes
 constexpr int kNumStages = 2;
 constexpr int kMaxSplits = 8;  // with deterministic
 constexpr float kLog2e = 1.44269504f;
@@ -68,7 +69,7 @@ __device__ int swizzle(int row, int col) {
   return kCols == 32 ? col ^ row / 2 % 4 * 8 : col ^ row % 8 * 8;
 }
 
-// Where a lane points ldmatrix within 16 rows and columns of a tile, as an offset in elements. Four 8x8
+// Where a lane points ldmatrix within 16 rows and columns of a tile, as an offset in bytes. Four 8x8
 // matrices: in `first`, down, then right; in `second`, right, then down.
 template <int kCols>
 struct LaneOffset {
@@ -76,19 +77,19 @@ struct LaneOffset {
 
   __device__ LaneOffset() {
     const int lane = threadIdx.x % 32;
-    first = lane % 16 * kCols + swizzle<kCols>(lane % 16, lane / 16 * 8);
-    second = (lane % 8 + lane / 16 * 8) * kCols + swizzle<kCols>(lane % 8, lane / 8 % 2 * 8);
+    first = 2 * (lane % 16 * kCols + swizzle<kCols>(lane % 16, lane / 16 * 8));
+    second = 2 * ((lane % 8 + lane / 16 * 8) * kCols + swizzle<kCols>(lane % 8, lane / 8 % 2 * 8));
   }
 };
 
 // The address of a lane's row for the 16x16 elements at (row, col), both multiples of 16.
 template <int kCols>
-__device__ const Element* at(const Element (*tile)[kCols], int row, int col, int lane_offset) {
-  return tile[row] + (lane_offset ^ col);
+__device__ const void* at(const Element (*tile)[kCols], int row, int col, int lane_offset) {
+  return reinterpret_cast<const char*>(tile[row]) + (lane_offset ^ 2 * col);
 }
 template <int kCols>
-__device__ Element* at(Element (*tile)[kCols], int row, int col, int lane_offset) {
-  return tile[row] + (lane_offset ^ col);
+__device__ void* at(Element (*tile)[kCols], int row, int col, int lane_offset) {
+  return reinterpret_cast<char*>(tile[row]) + (lane_offset ^ 2 * col);
 }
 
 // Starts copying rows [row_start, row_start + kRows) of a matrix with num_rows rows into a tile. What lies past
@@ -197,35 +198,48 @@ __device__ float dot(uint4 x, uint4 y) {
 // neg_delta = -rowsum(O ∘ dO) and lse_log2 = -lse · log2 e, and zeros in dq_accum. A row that sees no key
 // (lse = -inf) and a row past the last get lse_log2 = -inf, which makes their P zero.
 constexpr int kThreadsPerRow = kPaddedDim / 8;
-__global__ void __launch_bounds__(256)
-    prepare_kernel(const BackwardParams params, float* lse_log2, float* neg_delta,
-                   float* dq_accum) {
+constexpr int kRowsAtOnce = 256 / kThreadsPerRow;
+constexpr int kRowsPerThread = 4;  // many loads under way hide their latency
+__global__ void __launch_bounds__(256) prepare_kernel(const BackwardParams params, float* lse_log2,
+                                                      float* neg_delta, float* dq_accum) {
   const int batch = blockIdx.x / params.num_heads, head = blockIdx.x % params.num_heads;
   const Element* out = params.out + params.out_strides.offset(batch, head);
   const Element* dout = params.dout + params.dout_strides.offset(batch, head);
   const float* lse = params.lse + int64_t(blockIdx.x) * params.seqlen_q;
-  const int64_t first_row = blockIdx.x * padded_rows(params);
+  const int64_t head_row = blockIdx.x * padded_rows(params);
   const int col = threadIdx.x % kThreadsPerRow * 8;
-  for (int64_t row = blockIdx.y * (256 / kThreadsPerRow) + threadIdx.x / kThreadsPerRow;
-       row < padded_rows(params); row += gridDim.y * (256 / kThreadsPerRow)) {
-    float sum = 0.0f;
-    if (row < params.seqlen_q && col < kHeadDim) {
-      sum = dot(*reinterpret_cast<const uint4*>(out + row * params.out_strides.row + col),
-                *reinterpret_cast<const uint4*>(dout + row * params.dout_strides.row + col));
+  for (int64_t first_row =
+           blockIdx.y * (kRowsPerThread * kRowsAtOnce) + threadIdx.x / kThreadsPerRow;
+       first_row < padded_rows(params); first_row += gridDim.y * (kRowsPerThread * kRowsAtOnce)) {
+    uint4 x[kRowsPerThread] = {}, y[kRowsPerThread] = {};
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int64_t row = first_row + i * kRowsAtOnce;
+      if (row >= params.seqlen_q || col >= kHeadDim) continue;
+      x[i] = *reinterpret_cast<const uint4*>(out + row * params.out_strides.row + col);
+      y[i] = *reinterpret_cast<const uint4*>(dout + row * params.dout_strides.row + col);
     }
 #pragma unroll
-    for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) {
-      sum += __shfl_xor_sync(0xffffffff, sum, offset);
-    }
-    if (col == 0) {
-      const float row_lse = row < params.seqlen_q ? lse[row] : -INFINITY;
-      lse_log2[first_row + row] = row_lse == -INFINITY ? -INFINITY : -row_lse * kLog2e;
-      neg_delta[first_row + row] = -sum;
-    }
-    for (int split = 0; split < num_splits(params); ++split) {
-      float* accum = dq_accum + split * split_elements(params) + (first_row + row) * kPaddedDim;
-      *reinterpret_cast<float4*>(accum + col) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      *reinterpret_cast<float4*>(accum + col + 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int64_t row = first_row + i * kRowsAtOnce;
+      float sum = dot(x[i], y[i]);
+#pragma unroll
+      for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) {
+        sum += __shfl_xor_sync(0xffffffff, sum, offset);
+      }
+      if (row >= padded_rows(params)) continue;
+      if (col == 0) {
+        const float row_lse = row < params.seqlen_q ? lse[row] : -INFINITY;
+        lse_log2[head_row + row] = row_lse == -INFINITY ? -INFINITY : -row_lse * kLog2e;
+        neg_delta[head_row + row] = -sum;
+      }
+      for (int split = 0; split < num_splits(params); ++split) {
+        float* accum = dq_accum + split * split_elements(params) + (head_row + row) * kPaddedDim;
+        // A thread's 16 bytes beside those of its neighbours.
+        *reinterpret_cast<float4*>(accum + col / 2) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        *reinterpret_cast<float4*>(accum + kPaddedDim / 2 + col / 2) =
+            make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
     }
   }
 }
@@ -292,28 +306,69 @@ struct QueryTiles {
   }
 };
 
-// Outer K: a block owns kBlockN keys of one head and walks over the queries.
+// Which keys the mask hides, and that there are none past the last. Query q sees the keys up to q + seqlen_k -
+// seqlen_q with a causal mask; what lies past the last query has P = 0 anyway.
+struct Mask {
+  bool is_causal;
+  int last_visible;  // key of the first query, or without a mask of any, both counted from the first
+
+  __device__ Mask(const BackwardParams& params, int first_query, int first_key)
+      : is_causal(params.is_causal) {
+    // Nearer to zero than any int can overflow, farther than any tile is wide.
+    const int64_t last = is_causal ? int64_t(first_query) + params.seqlen_k - params.seqlen_q
+                                   : int64_t(params.seqlen_k) - 1;
+    last_visible = static_cast<int>(min(max(last - first_key, int64_t(-1024)), int64_t(1024)));
+  }
+  __device__ bool hides(int query, int key) const {
+    return is_causal ? key - query > last_visible : key > last_visible;
+  }
+};
+
+// The mask is needed where a query of the tile does not see every key of it; the first sees the fewest.
+__device__ bool needs_mask(const BackwardParams& params, int m_start, int n_start) {
+  return n_start + kBlockN > params.num_visible_keys(m_start);
+}
+
+// Calls tile(true_type) or tile(false_type): two copies of the code, of which the usual one has no trace of the
+// mask. Left to itself, the compiler computes the mask for every tile.
+template <typename Tile>
+__device__ void with_mask(bool is_masked, Tile tile) {
+  if (is_masked) {
+    tile(std::true_type{});
+  } else {
+    tile(std::false_type{});
+  }
+}
+
+// Outer K: a block owns kBlockN keys of one head and walks over the queries. The grid has the blocks of keys from
+// first_n_block on, as many for each head.
 __global__ void __launch_bounds__(kNumThreads, 1)
     backward_kernel(const BackwardParams params, const float* lse_log2, const float* neg_delta,
-                    float* dq_accum) {
+                    float* dq_accum, int first_n_block) {
   SharedMemory& smem = *dynamic_smem<SharedMemory>();
   // The shuffle tells the compiler that the number is the same in all lanes.
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   const int warp_key = 16 * warp;  // first key of this warp in the tile
+  // Half of the warps add dQ first in an iteration, half last: so the exponentials of one half run beside the
+  // products of the other.
+  const bool dq_first = warp < kNumWarps / 2;
   const LaneOffset<kPaddedDim> lane_offset;
   const LaneOffset<kBlockM> lane_offset_ds;
   const float scale_log2 = params.softmax_scale * kLog2e;
 
-  const int blocks_per_head = params.deterministic ? num_splits(params) : num_n_blocks(params);
-  const int head_index = blockIdx.x / blocks_per_head, first_block = blockIdx.x % blocks_per_head;
+  const int blocks_per_head = gridDim.x / (params.batch * params.num_heads);
+  const int head_index = blockIdx.x / blocks_per_head;
   const int batch = head_index / params.num_heads, head = head_index % params.num_heads;
-  const Element* q = params.q + params.q_strides.offset(batch, head);           // [seqlen_q, kHeadDim]
-  const Element* dout = params.dout + params.dout_strides.offset(batch, head);  // [seqlen_q, kHeadDim]
-  const Element* k = params.k + params.k_strides.offset(batch, head);           // [seqlen_k, kHeadDim]
-  const Element* v = params.v + params.v_strides.offset(batch, head);           // [seqlen_k, kHeadDim]
+  const Element* q = params.q + params.q_strides.offset(batch, head);  // [seqlen_q, kHeadDim]
+  const Element* dout =
+      params.dout + params.dout_strides.offset(batch, head);           // [seqlen_q, kHeadDim]
+  const Element* k = params.k + params.k_strides.offset(batch, head);  // [seqlen_k, kHeadDim]
+  const Element* v = params.v + params.v_strides.offset(batch, head);  // [seqlen_k, kHeadDim]
   const int64_t padded_row = head_index * padded_rows(params);
-  const int64_t split = params.deterministic ? first_block : 0;
+  const int64_t split = params.deterministic ? blockIdx.x % blocks_per_head : 0;
+  const int n_start = (first_n_block + blockIdx.x % blocks_per_head) * kBlockN;
+  const QueryTiles m_blocks(params, n_start);
   float* dq = dq_accum + split * split_elements(params) + padded_row * kPaddedDim;
 
   const auto copy_queries = [&](int m_block, int stage) {
@@ -346,7 +401,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         }
       }
     }
-    float* target = dq + (int64_t(m_block) * kBlockM + row) * kPaddedDim + (col / 8 * 32 + lane) * 4;
+    float* target =
+        dq + (int64_t(m_block) * kBlockM + row) * kPaddedDim + (col / 8 * 32 + lane) * 4;
 #pragma unroll
     for (int i = 0; i < kRowsDq / 16; ++i) {
 #pragma unroll
@@ -356,103 +412,101 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     }
   };
 
-  for (int n_block = first_block; n_block < num_n_blocks(params); n_block += blocks_per_head) {
-    const int n_start = n_block * kBlockN;
-    const QueryTiles m_blocks(params, n_start);
-    copy_tile<kBlockN>(smem.sK, k, params.k_strides.row, n_start, params.seqlen_k);
-    copy_tile<kBlockN>(smem.sV, v, params.v_strides.row, n_start, params.seqlen_k);
-    if (m_blocks.count > 0) copy_queries(m_blocks[0], 0);
+  copy_tile<kBlockN>(smem.sK, k, params.k_strides.row, n_start, params.seqlen_k);
+  copy_tile<kBlockN>(smem.sV, v, params.v_strides.row, n_start, params.seqlen_k);
+  copy_queries(m_blocks[0], 0);
+  cp_async_commit();
+  float acc_dk[1][kPaddedDim / 8][4] = {};
+  float acc_dv[1][kPaddedDim / 8][4] = {};
+
+  for (int i = 0; i < m_blocks.count; ++i) {
+    const int stage = i % kNumStages, m_start = m_blocks[i] * kBlockM;
+    cp_async_wait<0>();
+    __syncthreads();  // tile i and dS of tile i - 1 are complete; the other stages are not read any more
+    if (i + 1 < m_blocks.count) copy_queries(m_blocks[i + 1], 1 - stage);
     cp_async_commit();
-    float acc_dk[1][kPaddedDim / 8][4] = {};
-    float acc_dv[1][kPaddedDim / 8][4] = {};
+    if (i > 0 && dq_first) add_dq(m_blocks[i - 1], 1 - stage);
 
-    for (int i = 0; i < m_blocks.count; ++i) {
-      const int stage = i % kNumStages, m_start = m_blocks[i] * kBlockM;
-      cp_async_wait<0>();
-      __syncthreads();  // tile i and dS of tile i - 1 are complete; the other stages are not read any more
-      if (i + 1 < m_blocks.count) copy_queries(m_blocks[i + 1], 1 - stage);
-      cp_async_commit();
-      if (i > 0) add_dq(m_blocks[i - 1], 1 - stage);
+    // 1. Sᵀ = K Qᵀ  [16, kBlockM], not scaled yet
+    float acc_s[1][kBlockM / 8][4] = {};
+    add_product_bt(acc_s, smem.sK + warp_key, smem.sQ[stage], lane_offset);
+    // 3. dPᵀ - delta = V dOᵀ - delta, for the accumulator starts at -delta
+    float acc_dp[1][kBlockM / 8][4];
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+      const float2 x =
+          *reinterpret_cast<const float2*>(&smem.neg_delta[stage][8 * j + lane % 4 * 2]);
+      acc_dp[0][j][0] = acc_dp[0][j][2] = x.x;
+      acc_dp[0][j][1] = acc_dp[0][j][3] = x.y;
+    }
+    add_product_bt(acc_dp, smem.sV + warp_key, smem.sdO[stage], lane_offset);
 
-      // 1. Sᵀ = K Qᵀ  [16, kBlockM], not scaled yet
-      float acc_s[1][kBlockM / 8][4] = {};
-      add_product_bt(acc_s, smem.sK + warp_key, smem.sQ[stage], lane_offset);
-      // 3. dPᵀ - delta = V dOᵀ - delta, for the accumulator starts at -delta
-      float acc_dp[1][kBlockM / 8][4];
+    uint32_t p[1][kBlockM / 16][4], ds[1][kBlockM / 16][4];
+    const auto make_p_and_ds = [&](auto is_masked) {
+      const Mask mask(params, m_start + lane % 4 * 2, n_start + warp_key + lane / 4);
 #pragma unroll
       for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 x =
-            *reinterpret_cast<const float2*>(&smem.neg_delta[stage][8 * j + lane % 4 * 2]);
-        acc_dp[0][j][0] = acc_dp[0][j][2] = x.x;
-        acc_dp[0][j][1] = acc_dp[0][j][3] = x.y;
-      }
-      add_product_bt(acc_dp, smem.sV + warp_key, smem.sdO[stage], lane_offset);
-
-      // The mask is needed where a query of the tile does not see every key of it; the first sees the fewest.
-      // P = 0 alone is not enough: a hidden dP may be infinite or NaN, and 0 · inf = NaN.
-      if (n_start + kBlockN > params.num_visible_keys(m_start)) {
-#pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int query = m_start + 8 * j + lane % 4 * 2 + e % 2;
-            const int key = n_start + warp_key + lane / 4 + e / 2 * 8;
-            if (key >= params.num_visible_keys(query)) {
-              acc_s[0][j][e] = -INFINITY;
-              acc_dp[0][j][e] = 0.0f;
-            }
-          }
-        }
-      }
-
-      uint32_t p[1][kBlockM / 16][4], ds[1][kBlockM / 16][4];
-#pragma unroll
-      for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 l =
+        const float2 lse =
             *reinterpret_cast<const float2*>(&smem.lse_log2[stage][8 * j + lane % 4 * 2]);
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
-          // 2. P = exp(S - lse)
-          const float x = fast_exp2(fmaf(acc_s[0][j][e], scale_log2, l.x));
-          const float y = fast_exp2(fmaf(acc_s[0][j][e + 1], scale_log2, l.y));
-          // 4. dS = P ∘ (dP - delta)
-          p[0][j / 2][j % 2 * 2 + e / 2] = pack<Element>(x, y);
-          ds[0][j / 2][j % 2 * 2 + e / 2] =
-              pack<Element>(x * acc_dp[0][j][e], y * acc_dp[0][j][e + 1]);
+          float x[2], dx[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const bool hidden = decltype(is_masked)::value && mask.hides(8 * j + i, e / 2 * 8);
+            // 2. P = exp(S - lse)
+            const float s = fmaf(acc_s[0][j][e + i], scale_log2, i == 0 ? lse.x : lse.y);
+            x[i] = hidden ? 0.0f : fast_exp2(s);
+            // 4. dS = P ∘ (dP - delta). P = 0 alone is not enough for the mask: a hidden dP may be infinite or
+            // NaN, and 0 · inf = NaN.
+            dx[i] = hidden ? 0.0f : x[i] * acc_dp[0][j][e + i];
+          }
+          p[0][j / 2][j % 2 * 2 + e / 2] = pack<Element>(x[0], x[1]);
+          ds[0][j / 2][j % 2 * 2 + e / 2] = pack<Element>(dx[0], dx[1]);
         }
         if (j % 2 == 1) {
           stmatrix(at(smem.sdS[stage], warp_key, 8 * (j - 1), lane_offset_ds.first), ds[0][j / 2]);
         }
       }
-      // 5. dV += Pᵀ dO  [16, kPaddedDim]
-      add_product_ra(acc_dv, p, smem.sdO[stage], lane_offset);
-      // 6. dK += dSᵀ Q  [16, kPaddedDim]
-      add_product_ra(acc_dk, ds, smem.sQ[stage], lane_offset);
-    }
-
-    cp_async_wait<0>();
-    __syncthreads();  // dS of the last tile is complete
-    if (m_blocks.count > 0) {
-      add_dq(m_blocks[m_blocks.count - 1], (m_blocks.count - 1) % kNumStages);
-    }
-    const auto store = [&](Element* gradient, const float (&acc)[1][kPaddedDim / 8][4], float scale) {
-      const int64_t first_row = int64_t(head_index) * params.seqlen_k;
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-          const int key = n_start + warp_key + lane / 4 + e / 2 * 8;
-          if (key >= params.seqlen_k) continue;
-          Element* pair = gradient + (first_row + key) * kHeadDim + 8 * j + lane % 4 * 2;
-          *reinterpret_cast<uint32_t*>(pair) =
-              pack<Element>(scale * acc[0][j][e], scale * acc[0][j][e + 1]);
-        }
-      }
     };
-    store(params.dk, acc_dk, params.softmax_scale);
-    store(params.dv, acc_dv, 1.0f);
-    if (params.deterministic) __syncthreads();  // sK is still read by the last dQ product
+    with_mask(needs_mask(params, m_start, n_start), make_p_and_ds);
+    // 5. dV += Pᵀ dO  [16, kPaddedDim]
+    add_product_ra(acc_dv, p, smem.sdO[stage], lane_offset);
+    // 6. dK += dSᵀ Q  [16, kPaddedDim]
+    add_product_ra(acc_dk, ds, smem.sQ[stage], lane_offset);
+    if (i > 0 && !dq_first) add_dq(m_blocks[i - 1], 1 - stage);
   }
+
+  cp_async_wait<0>();
+  __syncthreads();  // dS of the last tile is complete
+  add_dq(m_blocks[m_blocks.count - 1], (m_blocks.count - 1) % kNumStages);
+  __syncthreads();  // sK is not read any more
+  // Through shared memory, for rows of memory are longer than those of fragments. A warp uses its own rows.
+  const auto store = [&](Element* gradient, Element(*tile)[kPaddedDim],
+                         const float (&acc)[1][kPaddedDim / 8][4], float scale) {
+#pragma unroll
+    for (int j = 0; j < kPaddedDim / 8; j += 2) {
+      uint32_t fragment[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float* x = &acc[0][j + n / 2][n % 2 * 2];
+        fragment[n] = pack<Element>(scale * x[0], scale * x[1]);
+      }
+      stmatrix(at(tile, 0, 8 * j, lane_offset.first), fragment);
+    }
+    __syncwarp();  // the rows are complete
+    const int64_t first_row = int64_t(head_index) * params.seqlen_k;
+#pragma unroll
+    for (int n = lane; n < 16 * (kPaddedDim / 8); n += 32) {
+      const int row = n / (kPaddedDim / 8), col = n % (kPaddedDim / 8) * 8;
+      const int key = n_start + warp_key + row;
+      if (key >= params.seqlen_k || col >= kHeadDim) continue;
+      *reinterpret_cast<uint4*>(gradient + (first_row + key) * kHeadDim + col) =
+          *reinterpret_cast<const uint4*>(&tile[row][swizzle<kPaddedDim>(row, col)]);
+    }
+  };
+  store(params.dk, smem.sK + warp_key, acc_dk, params.softmax_scale);
+  store(params.dv, smem.sV + warp_key, acc_dv, 1.0f);
 }
 
 }  // namespace
@@ -470,15 +524,20 @@ cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaS
   float* lse_log2 = layout.find<float>(workspace, "lse_log2");
   float* neg_delta = layout.find<float>(workspace, "neg_delta");
   float* dq_accum = layout.find<float>(workspace, "dq_accum");
-  const int64_t prepare_blocks = padded_rows(params) / (256 / kThreadsPerRow);
+  const int64_t prepare_blocks =
+      (padded_rows(params) + kRowsPerThread * kRowsAtOnce - 1) / (kRowsPerThread * kRowsAtOnce);
   cudaError_t error = launch(prepare_kernel, head_grid(params, prepare_blocks), dim3(256), 0,
                              stream, params, lse_log2, neg_delta, dq_accum);
   if (error != cudaSuccess) return error;
-  const int blocks_per_head = params.deterministic ? num_splits(params) : num_n_blocks(params);
-  error = launch(backward_kernel, dim3(params.batch * params.num_heads * blocks_per_head),
-                 dim3(kNumThreads), sizeof(SharedMemory), stream, params, lse_log2, neg_delta,
-                 dq_accum);
-  if (error != cudaSuccess) return error;
+  // With deterministic, a launch has one block of keys for each accumulator, and the stream keeps their order.
+  const int num_heads = params.batch * params.num_heads;
+  const int step = params.deterministic ? num_splits(params) : num_n_blocks(params);
+  for (int n_block = 0; n_block < num_n_blocks(params); n_block += step) {
+    error = launch(backward_kernel, dim3(num_heads * min(step, num_n_blocks(params) - n_block)),
+                   dim3(kNumThreads), sizeof(SharedMemory), stream, params, lse_log2, neg_delta,
+                   dq_accum, n_block);
+    if (error != cudaSuccess) return error;
+  }
   const int64_t convert_blocks = (padded_rows(params) / 2 * (kHeadDim / 8) + 255) / 256;
   return launch(convert_kernel, head_grid(params, convert_blocks), dim3(256), 0, stream, params,
                 dq_accum);

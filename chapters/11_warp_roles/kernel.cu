@@ -14,8 +14,7 @@
 //                 dS role: dQ(i - 1), its share   dP(i)   dS(i)   dK(i)
 //
 // Grid and global scratch: as in 10. Block: two warps for every 32 keys.
-// Shared memory: K, V; two stages of dO, P, dS; three of Q. With head_dim <= 64, K and V for the products live in
-// registers.
+// Shared memory: K, V; two stages of dO, P, dS; three of Q.
 #include "common/cuda/architecture.h"
 #include "common/cuda/async_copy.h"
 #include "common/cuda/attention.h"
@@ -28,8 +27,9 @@ namespace {
 
 static_assert(sizeof(Element) == 2, "tensor cores multiply fp16 or bf16 here; for fp32 use 08");
 
-constexpr int kPaddedDim = kHeadDim <= 64 ? 64 : 128;  // a row of a tile is one or two times 128 bytes
-constexpr int kMaxSplits = 8;  // with deterministic
+constexpr int kPaddedDim =
+    kHeadDim <= 64 ? 64 : 128;  // a row of a tile is one or two times 128 bytes
+constexpr int kMaxSplits = 8;   // with deterministic
 constexpr float kLog2e = 1.44269504f;
 
 // The largest tiles that fit: queries and keys.
@@ -37,9 +37,9 @@ struct TileShape {
   int m, n;
 };
 constexpr TileShape tile_shape() {
-  if (kMaxSharedBytes >= 227 * 1024) return kPaddedDim == 64 ? TileShape{128, 128} : TileShape{64, 128};
-  if (kMaxSharedBytes >= 163 * 1024) return kPaddedDim == 64 ? TileShape{64, 128} : TileShape{32, 128};
-  return kPaddedDim == 64 ? TileShape{64, 64} : TileShape{32, 64};
+  if (kMaxSharedBytes >= 227 * 1024) return TileShape{64, 128};
+  if (kMaxSharedBytes >= 163 * 1024) return TileShape{kPaddedDim == 64 ? 64 : 32, 128};
+  return TileShape{kPaddedDim == 64 ? 64 : 32, 64};
 }
 constexpr int kBlockM = tile_shape().m;
 constexpr int kBlockN = tile_shape().n;
@@ -50,37 +50,25 @@ constexpr int kNumThreads = 2 * kRoleThreads;
 
 // With few columns, a warp's rows of K (P role) or V (dS role) fit into its registers.
 constexpr bool kKeysInRegisters = kPaddedDim == 64;
-// dQ then is the work of the dS role alone, as the P role has the exponentials.
-constexpr int kWarpsDq = kKeysInRegisters ? kNumPairs : 2 * kNumPairs;
-constexpr int kRowsDq = 32;  // a warp's share of dQ
-constexpr int kColsDq = kBlockM * kPaddedDim / kRowsDq / kWarpsDq;
 
-// P crosses to the other role as fp16, which has three digits more than bf16, times 2^15, so that it does not
-// become subnormal. dV inherits the factor, and with bf16, whose range has room for it, dS too.
-constexpr float kShift = 15.0f;
-constexpr float kUnshift = 1.0f / 32768.0f;
-constexpr bool kShiftedDs = std::is_same_v<Element, __nv_bfloat16>;
-constexpr float kUnshiftDs = kShiftedDs ? kUnshift : 1.0f;
+// A warp's share of dQ.
+constexpr int kRowsDq = 32;
+constexpr int kColsDq = kBlockM * kPaddedDim / kRowsDq / (2 * kNumPairs);
 
 constexpr int kStagesQ = 3;  // read for S, read for dK, being copied
 constexpr int kStages = 2;
 
 struct SharedMemory {
   Element sK[kBlockN][kPaddedDim];
+  Element sV[kBlockN][kPaddedDim];
   Element sQ[kStagesQ][kBlockM][kPaddedDim];
   Element sdO[kStages][kBlockM][kPaddedDim];
-  Element sdS[kStages][kBlockN][kBlockM];         // transposed: a row is a key
-  uint4 sP[kStages][kNumPairs][kSlices][2][32];  // [lane]: what that lane holds of 16 keys and 16 queries
+  Element sdS[kStages][kBlockN][kBlockM];  // transposed: a row is a key
+  // P of 16 queries and 16 keys at a time, as a lane holds it.
+  uint4 sP_high[kStages][kNumPairs][kSlices][2][32];
+  uint2 sP_low[kStages][kNumPairs][kSlices][2][32];
   float lse_log2[kStagesQ][kBlockM];
   float neg_delta[kStages][kBlockM];
-  Element own_sV[kKeysInRegisters ? 1 : kBlockN][kPaddedDim];
-
-  // Where V goes: if it is only on its way to the registers, where the second tile of P will be.
-  __device__ Element (*sV())[kPaddedDim] {
-    if constexpr (!kKeysInRegisters) return own_sV;
-    static_assert(!kKeysInRegisters || sizeof(sP[1]) >= kBlockN * kPaddedDim * sizeof(Element));
-    return reinterpret_cast<Element(*)[kPaddedDim]>(sP[1]);
-  }
 };
 static_assert(sizeof(SharedMemory) <= kMaxSharedBytes, "of a block");
 
@@ -94,7 +82,7 @@ __device__ int swizzle(int row, int col) {
   return kCols == 32 ? col ^ row / 2 % 4 * 8 : col ^ row % 8 * 8;
 }
 
-// Where a lane points ldmatrix within 16 rows and columns of a tile, as an offset in elements. Four 8x8
+// Where a lane points ldmatrix within 16 rows and columns of a tile, as an offset in bytes. Four 8x8
 // matrices: in `first`, down, then right; in `second`, right, then down.
 template <int kCols>
 struct LaneOffset {
@@ -102,19 +90,19 @@ struct LaneOffset {
 
   __device__ LaneOffset() {
     const int lane = threadIdx.x % 32;
-    first = lane % 16 * kCols + swizzle<kCols>(lane % 16, lane / 16 * 8);
-    second = (lane % 8 + lane / 16 * 8) * kCols + swizzle<kCols>(lane % 8, lane / 8 % 2 * 8);
+    first = 2 * (lane % 16 * kCols + swizzle<kCols>(lane % 16, lane / 16 * 8));
+    second = 2 * ((lane % 8 + lane / 16 * 8) * kCols + swizzle<kCols>(lane % 8, lane / 8 % 2 * 8));
   }
 };
 
 // The address of a lane's row for the 16x16 elements at (row, col), both multiples of 16.
 template <int kCols>
-__device__ const Element* at(const Element (*tile)[kCols], int row, int col, int lane_offset) {
-  return tile[row] + (lane_offset ^ col);
+__device__ const void* at(const Element (*tile)[kCols], int row, int col, int lane_offset) {
+  return reinterpret_cast<const char*>(tile[row]) + (lane_offset ^ 2 * col);
 }
 template <int kCols>
-__device__ Element* at(Element (*tile)[kCols], int row, int col, int lane_offset) {
-  return tile[row] + (lane_offset ^ col);
+__device__ void* at(Element (*tile)[kCols], int row, int col, int lane_offset) {
+  return reinterpret_cast<char*>(tile[row]) + (lane_offset ^ 2 * col);
 }
 
 // Starts copying rows [row_start, row_start + kRows) of a matrix with num_rows rows into a tile, by the threads
@@ -234,6 +222,42 @@ __device__ void product_by_slices(const uint32_t (&a)[kPaddedDim / 16][2][4],
   for (int part = 0; part < 4; ++part) finish(kSlices - 1, part, acc[(kSlices - 1) % 2]);
 }
 
+// ---------------------------------------------------------------- P for the other role
+
+// P crosses as the upper 24 bits of fp32: 16 of them in one array, 8 in another. With fewer, dS would be rounded
+// twice.
+struct CrossingP {
+  uint4 high;  // two numbers in each: those of p[0][0], p[0][1] in high.x and so on
+  uint2 low;   // four numbers in each
+};
+// Of a lane's eight numbers: 8 queries (half) by four elements.
+__device__ CrossingP cut(const float (&p)[2][4]) {
+  uint32_t high[2][2], low[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t x[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] = __float_as_uint(p[half][e]);
+    high[half][0] = __byte_perm(x[0], x[1], 0x7632);
+    high[half][1] = __byte_perm(x[2], x[3], 0x7632);
+    low[half] =
+        __byte_perm(__byte_perm(x[0], x[1], 0x0051), __byte_perm(x[2], x[3], 0x0051), 0x5410);
+  }
+  return {make_uint4(high[0][0], high[0][1], high[1][0], high[1][1]), make_uint2(low[0], low[1])};
+}
+__device__ void join(float (&p)[2][4], CrossingP cut) {
+  const uint32_t high[2][2] = {{cut.high.x, cut.high.y}, {cut.high.z, cut.high.w}};
+  const uint32_t low[2] = {cut.low.x, cut.low.y};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // Byte 1 is the low one; byte 0, below all that counts, is any.
+    p[half][0] = __uint_as_float(__byte_perm(high[half][0], low[half], 0x1044));
+    p[half][1] = __uint_as_float(__byte_perm(high[half][0], low[half], 0x3255));
+    p[half][2] = __uint_as_float(__byte_perm(high[half][1], low[half], 0x1066));
+    p[half][3] = __uint_as_float(__byte_perm(high[half][1], low[half], 0x3277));
+  }
+}
+
 // ---------------------------------------------------------------- before and after
 
 __host__ __device__ int num_m_blocks(const BackwardParams& params) {
@@ -267,38 +291,51 @@ __device__ float dot(uint4 x, uint4 y) {
   return sum;
 }
 
-// neg_delta = -rowsum(O ∘ dO) and lse_log2 = kShift - lse · log2 e, and zeros in dq_accum. A row that sees no key
+// neg_delta = -rowsum(O ∘ dO) and lse_log2 = -lse · log2 e, and zeros in dq_accum. A row that sees no key
 // (lse = -inf) and a row past the last get lse_log2 = -inf, which makes their P zero.
 constexpr int kThreadsPerRow = kPaddedDim / 8;
-__global__ void __launch_bounds__(256)
-    prepare_kernel(const BackwardParams params, float* lse_log2, float* neg_delta,
-                   float* dq_accum) {
+constexpr int kRowsAtOnce = 256 / kThreadsPerRow;
+constexpr int kRowsPerThread = 4;  // many loads under way hide their latency
+__global__ void __launch_bounds__(256) prepare_kernel(const BackwardParams params, float* lse_log2,
+                                                      float* neg_delta, float* dq_accum) {
   const int batch = blockIdx.x / params.num_heads, head = blockIdx.x % params.num_heads;
   const Element* out = params.out + params.out_strides.offset(batch, head);
   const Element* dout = params.dout + params.dout_strides.offset(batch, head);
   const float* lse = params.lse + int64_t(blockIdx.x) * params.seqlen_q;
-  const int64_t first_row = blockIdx.x * padded_rows(params);
+  const int64_t head_row = blockIdx.x * padded_rows(params);
   const int col = threadIdx.x % kThreadsPerRow * 8;
-  for (int64_t row = blockIdx.y * (256 / kThreadsPerRow) + threadIdx.x / kThreadsPerRow;
-       row < padded_rows(params); row += gridDim.y * (256 / kThreadsPerRow)) {
-    float sum = 0.0f;
-    if (row < params.seqlen_q && col < kHeadDim) {
-      sum = dot(*reinterpret_cast<const uint4*>(out + row * params.out_strides.row + col),
-                *reinterpret_cast<const uint4*>(dout + row * params.dout_strides.row + col));
+  for (int64_t first_row =
+           blockIdx.y * (kRowsPerThread * kRowsAtOnce) + threadIdx.x / kThreadsPerRow;
+       first_row < padded_rows(params); first_row += gridDim.y * (kRowsPerThread * kRowsAtOnce)) {
+    uint4 x[kRowsPerThread] = {}, y[kRowsPerThread] = {};
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int64_t row = first_row + i * kRowsAtOnce;
+      if (row >= params.seqlen_q || col >= kHeadDim) continue;
+      x[i] = *reinterpret_cast<const uint4*>(out + row * params.out_strides.row + col);
+      y[i] = *reinterpret_cast<const uint4*>(dout + row * params.dout_strides.row + col);
     }
 #pragma unroll
-    for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) {
-      sum += __shfl_xor_sync(0xffffffff, sum, offset);
-    }
-    if (col == 0) {
-      const float row_lse = row < params.seqlen_q ? lse[row] : -INFINITY;
-      lse_log2[first_row + row] = row_lse == -INFINITY ? -INFINITY : kShift - row_lse * kLog2e;
-      neg_delta[first_row + row] = -sum;
-    }
-    for (int split = 0; split < num_splits(params); ++split) {
-      float* accum = dq_accum + split * split_elements(params) + (first_row + row) * kPaddedDim;
-      *reinterpret_cast<float4*>(accum + col) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      *reinterpret_cast<float4*>(accum + col + 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int64_t row = first_row + i * kRowsAtOnce;
+      float sum = dot(x[i], y[i]);
+#pragma unroll
+      for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) {
+        sum += __shfl_xor_sync(0xffffffff, sum, offset);
+      }
+      if (row >= padded_rows(params)) continue;
+      if (col == 0) {
+        const float row_lse = row < params.seqlen_q ? lse[row] : -INFINITY;
+        lse_log2[head_row + row] = row_lse == -INFINITY ? -INFINITY : -row_lse * kLog2e;
+        neg_delta[head_row + row] = -sum;
+      }
+      for (int split = 0; split < num_splits(params); ++split) {
+        float* accum = dq_accum + split * split_elements(params) + (head_row + row) * kPaddedDim;
+        // A thread's 16 bytes beside those of its neighbours.
+        *reinterpret_cast<float4*>(accum + col / 2) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        *reinterpret_cast<float4*>(accum + kPaddedDim / 2 + col / 2) =
+            make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
     }
   }
 }
@@ -326,7 +363,7 @@ __global__ void __launch_bounds__(256)
       }
       fragment += split_elements(params);
     }
-    const float scale = params.softmax_scale * kUnshiftDs;
+    const float scale = params.softmax_scale;
     uint32_t upper[4], lower[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
@@ -366,13 +403,48 @@ struct QueryTiles {
   }
 };
 
+// Which keys the mask hides, and that there are none past the last. Query q sees the keys up to q + seqlen_k -
+// seqlen_q with a causal mask; what lies past the last query has P = 0 anyway.
+struct Mask {
+  bool is_causal;
+  int last_visible;  // key of the first query, or without a mask of any, both counted from the first
+
+  __device__ Mask(const BackwardParams& params, int first_query, int first_key)
+      : is_causal(params.is_causal) {
+    // Nearer to zero than any int can overflow, farther than any tile is wide.
+    const int64_t last = is_causal ? int64_t(first_query) + params.seqlen_k - params.seqlen_q
+                                   : int64_t(params.seqlen_k) - 1;
+    last_visible = static_cast<int>(min(max(last - first_key, int64_t(-1024)), int64_t(1024)));
+  }
+  __device__ bool hides(int query, int key) const {
+    return is_causal ? key - query > last_visible : key > last_visible;
+  }
+};
+
+// The mask is needed where a query of the tile does not see every key of it; the first sees the fewest.
+__device__ bool needs_mask(const BackwardParams& params, int m_start, int n_start) {
+  return n_start + kBlockN > params.num_visible_keys(m_start);
+}
+
+// Calls tile(true_type) or tile(false_type): two copies of the code, of which the usual one has no trace of the
+// mask. Left to itself, the compiler computes the mask for every tile.
+template <typename Tile>
+__device__ void with_mask(bool is_masked, Tile tile) {
+  if (is_masked) {
+    tile(std::true_type{});
+  } else {
+    tile(std::false_type{});
+  }
+}
+
 // What a warp knows of the block of keys it works on.
 struct Block {
   SharedMemory& smem;
   const BackwardParams& params;
-  const Element *q, *dout;             // of this head: [seqlen_q, kHeadDim]
-  const float *lse_log2, *neg_delta;  // [padded_rows]
-  float* dq;                           // [padded_rows, kPaddedDim], in the order of fragments
+  const Element *q, *dout;            // of this head: [seqlen_q, kHeadDim]
+  const float *lse_log2, *neg_delta;  // [all padded rows]
+  float* dq;                          // [all padded rows, kPaddedDim], in the order of fragments
+  int first_row;                      // of this head in these
   int n_start;
   QueryTiles m_blocks;
   int pair, lane;  // warp of its role; its keys are [n_start + 32 pair, n_start + 32 pair + 32)
@@ -384,27 +456,25 @@ struct Block {
             i < m_blocks.count ? params.seqlen_q : 0};
   }
   __device__ void copy_lse(int i) const {
-    copy_statistics(smem.lse_log2[i % kStagesQ], lse_log2 + int64_t(m_blocks[i]) * kBlockM);
+    copy_statistics(smem.lse_log2[i % kStagesQ], lse_log2 + (first_row + m_blocks[i] * kBlockM));
   }
   __device__ TileCopy<kBlockM> copy_dout(int i) const {
     return {smem.sdO[i % kStages], dout, params.dout_strides.row, m_blocks[i] * kBlockM,
-            params.seqlen_q};
+            i < m_blocks.count ? params.seqlen_q : 0};
   }
   __device__ void copy_delta(int i) const {
-    copy_statistics(smem.neg_delta[i % kStages], neg_delta + int64_t(m_blocks[i]) * kBlockM);
+    copy_statistics(smem.neg_delta[i % kStages], neg_delta + (first_row + m_blocks[i] * kBlockM));
   }
 
-  // The mask is needed where a query of the tile does not see every key of it; the first sees the fewest.
-  __device__ bool needs_mask(int i) const {
-    return n_start + kBlockN > params.num_visible_keys(m_blocks[i] * kBlockM);
+  __device__ bool is_masked(int i) const {
+    return needs_mask(params, m_blocks[i] * kBlockM, n_start);
   }
   // Sets to `value` what is hidden of the 16x8 elements at keys 16 row, queries 8 col of tile i.
-  __device__ void mask(float (&x)[4], int i, int row, int col, float value) const {
+  __device__ void hide(float (&x)[4], int i, int row, int col, float value) const {
+    const Mask mask(params, m_blocks[i] * kBlockM + lane % 4 * 2, n_start + 32 * pair + lane / 4);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int query = m_blocks[i] * kBlockM + 8 * col + lane % 4 * 2 + e % 2;
-      const int key = n_start + 32 * pair + 16 * row + lane / 4 + e / 2 * 8;
-      if (key >= params.num_visible_keys(query)) x[e] = value;
+      if (mask.hides(8 * col + e % 2, 16 * row + e / 2 * 8)) x[e] = value;
     }
   }
   // The numbers of two neighbouring queries that this lane's elements belong to.
@@ -436,7 +506,8 @@ struct Block {
         }
       }
     }
-    float* target = dq + (int64_t(m_blocks[i]) * kBlockM + row) * kPaddedDim + (col / 8 * 32 + lane) * 4;
+    float* target = dq + int64_t(first_row + m_blocks[i] * kBlockM + row) * kPaddedDim +
+                    (col / 8 * 32 + lane) * 4;
 #pragma unroll
     for (int r = 0; r < kRowsDq / 16; ++r) {
 #pragma unroll
@@ -446,29 +517,39 @@ struct Block {
     }
   }
 
-  // Writes scale · acc, the 32 rows of this warp, to dK or dV of the head.
-  __device__ void store(Element* gradient, const float (&acc)[2][kPaddedDim / 8][4],
-                        float scale) const {
+  // Writes scale · acc, the 32 rows of this warp, to dK or dV of the head: through `tile`, where nobody else touches
+  // these rows any more, for rows of memory are longer than those of fragments.
+  __device__ void store(Element* gradient, Element (*tile)[kPaddedDim],
+                        const float (&acc)[2][kPaddedDim / 8][4], float scale) const {
+    tile += 32 * pair;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        const int key = n_start + 32 * pair + 16 * i + lane / 4 + e / 2 * 8;
-        if (key >= params.seqlen_k) continue;
-        Element* row = gradient + int64_t(key) * kHeadDim + lane % 4 * 2;
+      for (int j = 0; j < kPaddedDim / 8; j += 2) {
+        uint32_t fragment[4];
 #pragma unroll
-        for (int j = 0; j < kHeadDim / 8; ++j) {
-          *reinterpret_cast<uint32_t*>(row + 8 * j) =
-              pack<Element>(scale * acc[i][j][e], scale * acc[i][j][e + 1]);
+        for (int n = 0; n < 4; ++n) {
+          const float* x = &acc[i][j + n / 2][n % 2 * 2];
+          fragment[n] = pack<Element>(scale * x[0], scale * x[1]);
         }
+        stmatrix(at(tile, 16 * i, 8 * j, lane_offset.first), fragment);
       }
+    }
+    __syncwarp();  // the rows are complete
+#pragma unroll
+    for (int n = lane; n < 32 * (kPaddedDim / 8); n += 32) {
+      const int row = n / (kPaddedDim / 8), col = n % (kPaddedDim / 8) * 8;
+      const int key = n_start + 32 * pair + row;
+      if (key >= params.seqlen_k || col >= kHeadDim) continue;
+      *reinterpret_cast<uint4*>(gradient + int64_t(key) * kHeadDim + col) =
+          *reinterpret_cast<const uint4*>(&tile[row][swizzle<kPaddedDim>(row, col)]);
     }
   }
 };
 
 // A warp's 32 rows of K or V as the A of a product.
-__device__ void load_keys(uint32_t (&keys)[kPaddedDim / 16][2][4], const Element (*rows)[kPaddedDim],
-                          LaneOffset<kPaddedDim> lane_offset) {
+__device__ void load_keys(uint32_t (&keys)[kPaddedDim / 16][2][4],
+                          const Element (*rows)[kPaddedDim], LaneOffset<kPaddedDim> lane_offset) {
 #pragma unroll
   for (int k = 0; k < kPaddedDim / 16; ++k) {
 #pragma unroll
@@ -486,55 +567,53 @@ __device__ void p_role(const Block& block, Element* dv) {
   }
   uint32_t p[kSlices][2][4];  // rounded: the A of dV
 
-  // P of tile i. copy(j) is called in slice j.
-  const auto make_p = [&](int i, auto copy) {
+  // P of tile i, in registers and for the partner.
+  const auto make_p = [&](int i, auto is_masked) {
+    constexpr bool kMasked = decltype(is_masked)::value;
     const Element(*sQ)[kPaddedDim] = smem.sQ[i % kStagesQ];
-    const bool needs_mask = block.needs_mask(i);
     float2 lse[2];
-    uint32_t for_partner[4];
+    float x[2][4];
     // 2. P = exp(S - lse), of rows 16 row and queries 16 j + 8 half
-    const auto exponentiate = [&](int j, int row, int half, float(&s)[4]) {
+    const auto exponentiate = [&](int j, int row, int half, const float (&s)[4]) {
       if (row == 0 && half == 0) {
-        copy(j);
         lse[0] = block.statistics(smem.lse_log2[i % kStagesQ], 2 * j);
         lse[1] = block.statistics(smem.lse_log2[i % kStagesQ], 2 * j + 1);
       }
-      float x[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        x[e] = fast_exp2(fmaf(s[e], scale_log2, e % 2 == 0 ? lse[half].x : lse[half].y));
+        x[half][e] = fast_exp2(fmaf(s[e], scale_log2, e % 2 == 0 ? lse[half].x : lse[half].y));
       }
-#pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        p[j][row][2 * half + e / 2] = pack<Element>(x[e], x[e + 1]);
-        for_partner[2 * half + e / 2] = pack<__half>(x[e], x[e + 1]);
-      }
+      p[j][row][2 * half] = pack<Element>(x[half][0], x[half][1]);
+      p[j][row][2 * half + 1] = pack<Element>(x[half][2], x[half][3]);
       if (half == 1) {
-        smem.sP[i % kStages][block.pair][j][row][block.lane] =
-            make_uint4(for_partner[0], for_partner[1], for_partner[2], for_partner[3]);
+        const CrossingP crossing = cut(x);
+        smem.sP_high[i % kStages][block.pair][j][row][block.lane] = crossing.high;
+        smem.sP_low[i % kStages][block.pair][j][row][block.lane] = crossing.low;
       }
     };
     // 1. Sᵀ = K Qᵀ  [32, kBlockM], not scaled yet
     if constexpr (kKeysInRegisters) {
       product_by_slices(
           keys, sQ, block.lane_offset,
-          [&](int, float(&acc)[2][2][4]) {
+          [&](int, float (&acc)[2][2][4]) {
 #pragma unroll
             for (int n = 0; n < 16; ++n) acc[n / 8][n / 4 % 2][n % 4] = 0.0f;
           },
-          [&](int j, int part, float(&acc)[2][2][4]) {
-            if (part == 0 && needs_mask) {
+          [&](int j, int part, float (&acc)[2][2][4]) {
+            if (kMasked && part == 0) {
 #pragma unroll
-              for (int n = 0; n < 4; ++n) block.mask(acc[n / 2][n % 2], i, n / 2, 2 * j + n % 2, -INFINITY);
+              for (int n = 0; n < 4; ++n)
+                block.hide(acc[n / 2][n % 2], i, n / 2, 2 * j + n % 2, -INFINITY);
             }
             exponentiate(j, part / 2, part % 2, acc[part / 2][part % 2]);
           });
     } else {
       float acc_s[2][kBlockM / 8][4] = {};
       add_product_bt(acc_s, smem.sK + 32 * block.pair, sQ, block.lane_offset);
-      if (needs_mask) {
+      if (kMasked) {
 #pragma unroll
-        for (int n = 0; n < kBlockM / 4; ++n) block.mask(acc_s[n % 2][n / 2], i, n % 2, n / 2, -INFINITY);
+        for (int n = 0; n < kBlockM / 4; ++n)
+          block.hide(acc_s[n % 2][n / 2], i, n % 2, n / 2, -INFINITY);
       }
 #pragma unroll
       for (int j = 0; j < kSlices; ++j) {
@@ -545,7 +624,7 @@ __device__ void p_role(const Block& block, Element* dv) {
   };
 
   float acc_dv[2][kPaddedDim / 8][4] = {};
-  make_p(0, [](int) {});
+  with_mask(block.is_masked(0), [&](auto is_masked) { make_p(0, is_masked); });
   for (int i = 0; i < block.m_blocks.count; ++i) {
     cp_async_wait<0>();
     // P(i), dS(i - 1) and the tiles dO(i) and Q(i + 1) are complete; P(i - 1), dS(i - 2), dO(i - 1) and Q(i - 1)
@@ -554,171 +633,173 @@ __device__ void p_role(const Block& block, Element* dv) {
     // 5. dV += Pᵀ dO  [32, kPaddedDim]
     add_product_ra(acc_dv, p, smem.sdO[i % kStages], block.lane_offset, [](int) {});
     if (i + 1 < block.m_blocks.count) {
-      const TileCopy<kBlockM> copy = block.copy_dout(i + 1);
-      block.copy_delta(i + 1);
-      make_p(i + 1, [&](int j) {
-        constexpr int kPieces = TileCopy<kBlockM>::kPieces / kSlices;
-#pragma unroll
-        for (int piece = j * kPieces; piece < (j + 1) * kPieces; ++piece) copy.start(piece);
-      });
-      cp_async_commit();
+      with_mask(block.is_masked(i + 1), [&](auto is_masked) { make_p(i + 1, is_masked); });
     }
-    if (kWarpsDq > kNumPairs && i > 0) block.add_dq(i - 1, block.pair);
+    if (i > 0) block.add_dq(i - 1, block.pair);
   }
   cp_async_wait<0>();
   barrier_sync(0, kNumThreads);  // dS of the last tile is complete
-  if (kWarpsDq > kNumPairs) block.add_dq(block.m_blocks.count - 1, block.pair);
-  block.store(dv, acc_dv, kUnshift);
+  block.add_dq(block.m_blocks.count - 1, block.pair);
+  barrier_sync(0, kNumThreads);  // sK is not read any more
+  block.store(dv, smem.sV, acc_dv, 1.0f);
 }
 
 // The dS role: dP, dS and dK.
 __device__ void ds_role(const Block& block, Element* dk) {
   SharedMemory& smem = block.smem;
-  const int warp_dq = kWarpsDq - kNumPairs + block.pair;
+  const int warp_dq = kNumPairs + block.pair;
   uint32_t values[kPaddedDim / 16][2][4];
   if constexpr (kKeysInRegisters) {
-    load_keys(values, smem.sV() + 32 * block.pair, block.lane_offset);
+    load_keys(values, smem.sV + 32 * block.pair, block.lane_offset);
   }
 
   float acc_dk[2][kPaddedDim / 8][4] = {};
   for (int i = 0; i < block.m_blocks.count; ++i) {
     cp_async_wait<0>();
     barrier_sync(0, kNumThreads);  // as in the P role
+    block.copy_dout(i + 1).start_all();
     if (i > 0) block.add_dq(i - 1, warp_dq);
 
     const Element(*sdO)[kPaddedDim] = smem.sdO[i % kStages];
-    const auto& sP = smem.sP[i % kStages][block.pair];
-    const bool needs_mask = block.needs_mask(i);
     uint32_t ds[kSlices][2][4];
     // 4. dS = P ∘ (dP - delta), of rows 16 row and queries 16 j + 8 half
-    const auto make_ds = [&](int j, int row, int half, const uint32_t (&p)[4], const float(&dp)[4]) {
-#pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        float2 x = unpack<__half>(p[2 * half + e / 2]);
-        if constexpr (!kShiftedDs) x = make_float2(kUnshift * x.x, kUnshift * x.y);
-        ds[j][row][2 * half + e / 2] = pack<Element>(x.x * dp[e], x.y * dp[e + 1]);
-      }
+    const auto make_ds = [&](int j, int row, int half, const float (&p)[2][4],
+                             const float (&dp)[4]) {
+      ds[j][row][2 * half] = pack<Element>(p[half][0] * dp[0], p[half][1] * dp[1]);
+      ds[j][row][2 * half + 1] = pack<Element>(p[half][2] * dp[2], p[half][3] * dp[3]);
       if (half == 1) {
         stmatrix(at(smem.sdS[i % kStages], 32 * block.pair + 16 * row, 16 * j,
                     block.lane_offset_ds.first),
                  ds[j][row]);
       }
     };
-    const auto start_at_minus_delta = [&](float(&acc)[4], int col) {
+    const auto start_at_minus_delta = [&](float (&acc)[4], int col) {
       const float2 x = block.statistics(smem.neg_delta[i % kStages], col);
       acc[0] = acc[2] = x.x;
       acc[1] = acc[3] = x.y;
     };
-    const auto load_p = [&](uint32_t(&p)[4], int j, int row) {
-      const uint4 x = sP[j][row][block.lane];
-      p[0] = x.x, p[1] = x.y, p[2] = x.z, p[3] = x.w;
+    const auto load_p = [&](int j, int row) {
+      return CrossingP{smem.sP_high[i % kStages][block.pair][j][row][block.lane],
+                       smem.sP_low[i % kStages][block.pair][j][row][block.lane]};
     };
     // 3. dPᵀ - delta = V dOᵀ - delta, for the accumulator starts at -delta. What the mask hides becomes zero:
     // P = 0 alone is not enough, as a hidden dP may be infinite or NaN, and 0 · inf = NaN.
-    if constexpr (kKeysInRegisters) {
-      uint32_t p[2][2][4];
-      product_by_slices(
-          values, sdO, block.lane_offset,
-          [&](int j, float(&acc)[2][2][4]) {
+    const auto make_tile = [&](auto is_masked) {
+      constexpr bool kMasked = decltype(is_masked)::value;
+      if constexpr (kKeysInRegisters) {
+        CrossingP crossing[2][2];
+        float p[2][4];
+        product_by_slices(
+            values, sdO, block.lane_offset,
+            [&](int j, float (&acc)[2][2][4]) {
 #pragma unroll
-            for (int n = 0; n < 4; ++n) start_at_minus_delta(acc[n / 2][n % 2], 2 * j + n % 2);
+              for (int n = 0; n < 4; ++n) start_at_minus_delta(acc[n / 2][n % 2], 2 * j + n % 2);
 #pragma unroll
-            for (int row = 0; row < 2; ++row) load_p(p[j % 2][row], j, row);
-          },
-          [&](int j, int part, float(&acc)[2][2][4]) {
-            if (part == 0 && needs_mask) {
+              for (int row = 0; row < 2; ++row) crossing[j % 2][row] = load_p(j, row);
+            },
+            [&](int j, int part, float (&acc)[2][2][4]) {
+              if (kMasked && part == 0) {
 #pragma unroll
-              for (int n = 0; n < 4; ++n) block.mask(acc[n / 2][n % 2], i, n / 2, 2 * j + n % 2, 0.0f);
-            }
-            make_ds(j, part / 2, part % 2, p[j % 2][part / 2], acc[part / 2][part % 2]);
-          });
-    } else {
-      float acc_dp[2][kBlockM / 8][4];
+                for (int n = 0; n < 4; ++n)
+                  block.hide(acc[n / 2][n % 2], i, n / 2, 2 * j + n % 2, 0.0f);
+              }
+              if (part % 2 == 0) join(p, crossing[j % 2][part / 2]);
+              make_ds(j, part / 2, part % 2, p, acc[part / 2][part % 2]);
+            });
+      } else {
+        float acc_dp[2][kBlockM / 8][4];
 #pragma unroll
-      for (int n = 0; n < kBlockM / 4; ++n) start_at_minus_delta(acc_dp[n % 2][n / 2], n / 2);
-      add_product_bt(acc_dp, smem.sV() + 32 * block.pair, sdO, block.lane_offset);
-      if (needs_mask) {
+        for (int n = 0; n < kBlockM / 4; ++n) start_at_minus_delta(acc_dp[n % 2][n / 2], n / 2);
+        add_product_bt(acc_dp, smem.sV + 32 * block.pair, sdO, block.lane_offset);
+        if (kMasked) {
 #pragma unroll
-        for (int n = 0; n < kBlockM / 4; ++n) block.mask(acc_dp[n % 2][n / 2], i, n % 2, n / 2, 0.0f);
-      }
-      constexpr int kAhead = 3;  // P is loaded so many steps before it is needed
-      uint32_t p[kAhead + 1][4];
+          for (int n = 0; n < kBlockM / 4; ++n)
+            block.hide(acc_dp[n % 2][n / 2], i, n % 2, n / 2, 0.0f);
+        }
+        constexpr int kAhead = 3;  // P is loaded so many steps before it is needed
+        CrossingP crossing[kAhead + 1];
 #pragma unroll
-      for (int n = 0; n < kAhead; ++n) load_p(p[n], n / 2, n % 2);
+        for (int n = 0; n < kAhead; ++n) crossing[n] = load_p(n / 2, n % 2);
 #pragma unroll
-      for (int n = 0; n < 2 * kSlices; ++n) {
-        if (n + kAhead < 2 * kSlices) load_p(p[(n + kAhead) % (kAhead + 1)], (n + kAhead) / 2, (n + kAhead) % 2);
+        for (int n = 0; n < 2 * kSlices; ++n) {
+          const int next = n + kAhead;
+          if (next < 2 * kSlices) crossing[next % (kAhead + 1)] = load_p(next / 2, next % 2);
+          float p[2][4];
+          join(p, crossing[n % (kAhead + 1)]);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          make_ds(n / 2, n % 2, half, p[n % (kAhead + 1)], acc_dp[n % 2][n / 2 * 2 + half]);
+          for (int half = 0; half < 2; ++half) {
+            make_ds(n / 2, n % 2, half, p, acc_dp[n % 2][n / 2 * 2 + half]);
+          }
         }
       }
-    }
+    };
+    with_mask(block.is_masked(i), make_tile);
     // 6. dK += dSᵀ Q  [32, kPaddedDim], and beside it the copy of Q two tiles ahead
     const TileCopy<kBlockM> copy = block.copy_q(i + 2);
     add_product_ra(acc_dk, ds, smem.sQ[i % kStagesQ], block.lane_offset, [&](int step) {
       constexpr int kEvery = kSlices * (kPaddedDim / 16) / TileCopy<kBlockM>::kPieces / 2;
-      if (step % kEvery == 0 && step / kEvery < TileCopy<kBlockM>::kPieces) copy.start(step / kEvery);
+      if (step % kEvery == 0 && step / kEvery < TileCopy<kBlockM>::kPieces)
+        copy.start(step / kEvery);
     });
     if (i + 2 < block.m_blocks.count) block.copy_lse(i + 2);
+    if (i + 1 < block.m_blocks.count) block.copy_delta(i + 1);
     cp_async_commit();
   }
   cp_async_wait<0>();
   barrier_sync(0, kNumThreads);  // dS of the last tile is complete
   block.add_dq(block.m_blocks.count - 1, warp_dq);
-  block.store(dk, acc_dk, block.params.softmax_scale * kUnshiftDs);
+  barrier_sync(0, kNumThreads);  // sK is not read any more
+  block.store(dk, smem.sK, acc_dk, block.params.softmax_scale);
 }
 
-// Outer K: a block owns kBlockN keys of one head and walks over the queries.
+// Outer K: a block owns kBlockN keys of one head and walks over the queries. The grid has the blocks of keys from
+// first_n_block on, as many for each head.
 __global__ void __launch_bounds__(kNumThreads, 1)
     backward_kernel(const BackwardParams params, const float* lse_log2, const float* neg_delta,
-                    float* dq_accum) {
+                    float* dq_accum, int first_n_block) {
   SharedMemory& smem = *dynamic_smem<SharedMemory>();
   // The shuffle tells the compiler that the number is the same in all lanes.
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
-  const int blocks_per_head = params.deterministic ? num_splits(params) : num_n_blocks(params);
-  const int head_index = blockIdx.x / blocks_per_head, first_block = blockIdx.x % blocks_per_head;
+  const int blocks_per_head = gridDim.x / (params.batch * params.num_heads);
+  const int head_index = blockIdx.x / blocks_per_head;
   const int batch = head_index / params.num_heads, head = head_index % params.num_heads;
-  const Element* k = params.k + params.k_strides.offset(batch, head);  // [seqlen_k, kHeadDim]
-  const Element* v = params.v + params.v_strides.offset(batch, head);  // [seqlen_k, kHeadDim]
-  const int64_t padded_row = head_index * padded_rows(params);
-  const int64_t split = params.deterministic ? first_block : 0;
-
-  for (int n_block = first_block; n_block < num_n_blocks(params); n_block += blocks_per_head) {
-    const Block block{smem,
-                      params,
-                      params.q + params.q_strides.offset(batch, head),
-                      params.dout + params.dout_strides.offset(batch, head),
-                      lse_log2 + padded_row,
-                      neg_delta + padded_row,
-                      dq_accum + split * split_elements(params) + padded_row * kPaddedDim,
-                      n_block * kBlockN,
-                      QueryTiles(params, n_block * kBlockN),
-                      warp % kNumPairs,
-                      static_cast<int>(threadIdx.x % 32),
-                      {},
-                      {}};
-    const int64_t first_row = int64_t(head_index) * params.seqlen_k;
-    if (warp < kNumPairs) {
-      TileCopy<kBlockN>(smem.sK, k, params.k_strides.row, block.n_start, params.seqlen_k).start_all();
-      block.copy_dout(0).start_all();
-      block.copy_delta(0);
-    } else {
-      TileCopy<kBlockN>(smem.sV(), v, params.v_strides.row, block.n_start, params.seqlen_k).start_all();
-      block.copy_q(0).start_all();
-      block.copy_lse(0);
-      block.copy_q(1).start_all();
-      if (block.m_blocks.count > 1) block.copy_lse(1);
-    }
-    cp_async_commit();
-    cp_async_wait<0>();
-    __syncthreads();  // K, V and the first tiles are complete
-    if (warp < kNumPairs) {
-      p_role(block, params.dv + first_row * kHeadDim);
-    } else {
-      ds_role(block, params.dk + first_row * kHeadDim);
-    }
-    if (params.deterministic) __syncthreads();  // sK and sdS are still read by the last dQ product
+  const int64_t split = params.deterministic ? blockIdx.x % blocks_per_head : 0;
+  const int n_start = (first_n_block + blockIdx.x % blocks_per_head) * kBlockN;
+  const Block block{smem,
+                    params,
+                    params.q + params.q_strides.offset(batch, head),
+                    params.dout + params.dout_strides.offset(batch, head),
+                    lse_log2,
+                    neg_delta,
+                    dq_accum + split * split_elements(params),
+                    static_cast<int>(head_index * padded_rows(params)),
+                    n_start,
+                    QueryTiles(params, n_start),
+                    warp % kNumPairs,
+                    static_cast<int>(threadIdx.x % 32),
+                    {},
+                    {}};
+  const int64_t first_row = int64_t(head_index) * params.seqlen_k;  // of this head in dk and dv
+  if (warp < kNumPairs) {
+    const Element* k = params.k + params.k_strides.offset(batch, head);  // [seqlen_k, kHeadDim]
+    TileCopy<kBlockN>(smem.sK, k, params.k_strides.row, n_start, params.seqlen_k).start_all();
+    block.copy_dout(0).start_all();
+    block.copy_delta(0);
+  } else {
+    const Element* v = params.v + params.v_strides.offset(batch, head);  // [seqlen_k, kHeadDim]
+    TileCopy<kBlockN>(smem.sV, v, params.v_strides.row, n_start, params.seqlen_k).start_all();
+    block.copy_q(0).start_all();
+    block.copy_lse(0);
+    block.copy_q(1).start_all();
+    if (block.m_blocks.count > 1) block.copy_lse(1);
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();  // K, V and the first tiles are complete
+  if (warp < kNumPairs) {
+    p_role(block, params.dv + first_row * kHeadDim);
+  } else {
+    ds_role(block, params.dk + first_row * kHeadDim);
   }
 }
 
@@ -737,15 +818,20 @@ cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaS
   float* lse_log2 = layout.find<float>(workspace, "lse_log2");
   float* neg_delta = layout.find<float>(workspace, "neg_delta");
   float* dq_accum = layout.find<float>(workspace, "dq_accum");
-  const int64_t prepare_blocks = padded_rows(params) / (256 / kThreadsPerRow);
+  const int64_t prepare_blocks =
+      (padded_rows(params) + kRowsPerThread * kRowsAtOnce - 1) / (kRowsPerThread * kRowsAtOnce);
   cudaError_t error = launch(prepare_kernel, head_grid(params, prepare_blocks), dim3(256), 0,
                              stream, params, lse_log2, neg_delta, dq_accum);
   if (error != cudaSuccess) return error;
-  const int blocks_per_head = params.deterministic ? num_splits(params) : num_n_blocks(params);
-  error = launch(backward_kernel, dim3(params.batch * params.num_heads * blocks_per_head),
-                 dim3(kNumThreads), sizeof(SharedMemory), stream, params, lse_log2, neg_delta,
-                 dq_accum);
-  if (error != cudaSuccess) return error;
+  // With deterministic, a launch has one block of keys for each accumulator, and the stream keeps their order.
+  const int num_heads = params.batch * params.num_heads;
+  const int step = params.deterministic ? num_splits(params) : num_n_blocks(params);
+  for (int n_block = 0; n_block < num_n_blocks(params); n_block += step) {
+    error = launch(backward_kernel, dim3(num_heads * min(step, num_n_blocks(params) - n_block)),
+                   dim3(kNumThreads), sizeof(SharedMemory), stream, params, lse_log2, neg_delta,
+                   dq_accum, n_block);
+    if (error != cudaSuccess) return error;
+  }
   const int64_t convert_blocks = (padded_rows(params) / 2 * (kHeadDim / 8) + 255) / 256;
   return launch(convert_kernel, head_grid(params, convert_blocks), dim3(256), 0, stream, params,
                 dq_accum);

@@ -55,6 +55,15 @@ inline unsigned __float_as_uint(float x) {
 inline float __uint_as_float(unsigned bits) {
   return __int_as_float(int(bits));
 }
+// Four bytes of x (0 to 3) and y (4 to 7), each named by a hexadecimal digit of `selector`, the lowest first.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const unsigned long long bytes = (unsigned long long)y << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= unsigned(bytes >> (selector >> 4 * i & 7u) * 8 & 0xffu) << 8 * i;
+  }
+  return result;
+}
 
 inline long long __double_as_longlong(double x) {
   long long bits;
