@@ -55,7 +55,7 @@ bench: $(READY) ## measure on this machine's GPU into notebooks/measurements/
 	$(PYTHON) -m common.bench $(ARGS)
 
 sanitize: $(READY) ## compute-sanitizer over every chapter, on a GPU
-	$(PYTHON) -m common.sanitize
+	$(PYTHON) -m common.sanitize $(ARGS)
 
 check: $(READY) ## traffic and mistakes of a chapter, without a GPU: make check CHAPTER=05
 	@$(PYTHON) -m common.check $(CHAPTER) $(ARGS)

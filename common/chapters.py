@@ -419,7 +419,11 @@ class Chapter:
             if extent > 1
         )
         # A contiguous tensor may still start anywhere in its storage.
-        return tensor if tensor.stride(-1) == 1 and aligned else tensor.clone(memory_format=torch.contiguous_format)
+        return (
+            tensor
+            if tensor.stride(-1) == 1 and aligned
+            else tensor.clone(memory_format=torch.contiguous_format)
+        )
 
     def _launch(
         self,
@@ -575,7 +579,7 @@ def _defines(kernel: Path, function: str) -> bool:
 def _workspace(
     name: str, backward: bool, sizes: tuple[int, ...], is_causal: bool, deterministic: bool
 ) -> Workspace:
-    """What the build called ``name`` asks for. Asking takes as long as a small kernel, so it is remembered."""
+    """What the build called ``name`` asks for; remembered, as asking takes as long as a small kernel."""
     text = getattr(torch.ops, name).workspace(backward, *sizes, is_causal, deterministic)
     parts = []
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""Runs every chapter on the GPU under compute-sanitizer: ``make sanitize``.
+"""Runs every chapter, or those named, on the GPU under compute-sanitizer: ``make sanitize ARGS="09 10"``.
 
 racecheck (shared-memory races), memcheck (out of bounds, misaligned) and initcheck (uninitialised reads).
 Exits with 1 if a tool finds anything, warnings included, and with 2 where it cannot run.
@@ -16,21 +16,24 @@ from itertools import product
 import torch
 
 from common import jit
-from common.chapters import list_chapters, load_chapter
+from common.chapters import ChapterInfo, list_chapters, load_chapter
 from common.inputs import random_inputs
 
 TOOLS = ("racecheck", "memcheck", "initcheck")
 _WORKER = "--worker"
 
 
-def _run_chapters() -> None:
-    """What is watched: each chapter on ragged sizes, causal and full, both ways of adding up dQ."""
-    shapes = ((70, 50), (33, 65))
-    for info in list_chapters():
+def _chosen(numbers: list[str]) -> list[ChapterInfo]:
+    return [info for info in list_chapters() if not numbers or info.name[:2] in numbers]
+
+
+def _run_chapters(infos: list[ChapterInfo]) -> None:
+    """What is watched: ragged sizes, one tile and several, causal and full, both ways of adding up dQ."""
+    shapes = ((70, 50), (33, 65), (200, 300))
+    for info in infos:
         chapter = load_chapter(info.name)
-        for dtype, (seqlen_q, seqlen_k), is_causal in product(
-            (torch.float32, torch.bfloat16), shapes, (False, True)
-        ):
+        dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in info.dtypes]
+        for dtype, (seqlen_q, seqlen_k), is_causal in product(dtypes, shapes, (False, True)):
             x = random_inputs(1, 2, seqlen_q, 64, seqlen_k=seqlen_k, dtype=dtype, device="cuda")
             out, lse = chapter.forward(x.q, x.k, x.v, is_causal=is_causal)
             if not chapter.has_backward:
@@ -42,19 +45,19 @@ def _run_chapters() -> None:
     torch.cuda.synchronize()
 
 
-def kernel_names() -> list[str]:
-    """The names of all ``__global__`` functions of all chapters: they end in _kernel."""
-    names = (re.findall(r"\b\w+_kernel\b", info.kernel.read_text()) for info in list_chapters())
+def kernel_names(infos: list[ChapterInfo]) -> list[str]:
+    """The names of all ``__global__`` functions of these chapters: they end in _kernel."""
+    names = (re.findall(r"\b\w+_kernel\b", info.kernel.read_text()) for info in infos)
     return sorted({name for found in names for name in found})
 
 
-def _check(tool: str, sanitizer: str) -> int:
-    filters = [flag for name in kernel_names() for flag in ("--kernel-name", f"kernel_substring={name}")]
+def _check(tool: str, sanitizer: str, infos: list[ChapterInfo]) -> int:
+    filters = [flag for name in kernel_names(infos) for flag in ("--kernel-name", f"kernel_substring={name}")]
     command = [sanitizer, "--tool", tool, "--print-limit", "10", *filters]
     # Without PyTorch's cache every tensor is an allocation of its own, so that the tools see its ends.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     result = subprocess.run(
-        [*command, sys.executable, "-m", "common.sanitize", _WORKER],
+        [*command, sys.executable, "-m", "common.sanitize", _WORKER, *(info.name[:2] for info in infos)],
         capture_output=True,
         text=True,
         env=environment,
@@ -75,16 +78,17 @@ def _check(tool: str, sanitizer: str) -> int:
 
 def main(arguments: list[str]) -> int:
     """Runs all tools. Returns the exit status."""
-    if arguments == [_WORKER]:
-        _run_chapters()
+    if arguments[:1] == [_WORKER]:
+        _run_chapters(_chosen(arguments[1:]))
         return 0
+    infos = _chosen(arguments)
     sanitizer = shutil.which("compute-sanitizer")
     if problem := jit.cuda_problem() or (None if sanitizer else "compute-sanitizer is not on PATH"):
         print(f"cannot sanitize: {problem}", file=sys.stderr)
         return 2
-    _run_chapters()  # builds, outside of the tools
-    print(f"kernels: {', '.join(kernel_names())}")
-    return max(_check(tool, sanitizer) for tool in TOOLS)
+    _run_chapters(infos)  # builds, outside of the tools
+    print(f"kernels: {', '.join(kernel_names(infos))}")
+    return max(_check(tool, sanitizer, infos) for tool in TOOLS)
 
 
 if __name__ == "__main__":
