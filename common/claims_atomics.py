@@ -74,7 +74,7 @@ def number_of_atomics() -> Verdict:
         f"Counted in 05 with B_c = {BLOCK_N}: {whole:,} additions at N = 128, d = 64, which is N²·d/B_c; "
         f"{square:,} = N² at d = {BLOCK_N}. Exactly it is N·d·⌈N/B_c⌉: {ragged:,} at N = 100. "
         f"04 in fp16 makes {pairs:,} instructions for the same {whole:,} additions, one for two neighbours. "
-        f"At N = 4096, d = 64 there are {predict(FP32, _BOOK)['dq_accum'].atomics:,} a head."
+        f"At N = 4096, d = 64 there are {predict(FP32, _BOOK)['dq_accum'].atomics:,} per head."
     )
     return Verdict(HOLDS if exact else FAILS, evidence)
 
@@ -278,9 +278,9 @@ def _each_alone() -> str:
     staging = 4 * 16 * 4096**2 / machine["hbm_bandwidth"]
     adding = 16 * 4096**2 * 64 / BLOCK_N / rate
     return (
-        f"at measured bandwidth and rate, N = 4096, d = 64, 16 heads: dS takes {1e3 * staging:.2f} ms, the "
-        f"additions {1e3 * adding:.2f} ms; they are equal at B_c = "
-        f"{break_even(machine['hbm_bandwidth'], rate):.2f} d"
+        f"at measured bandwidth and rate, N = 4096, d = 64, 16 heads: writing and reading dS takes "
+        f"{1e3 * staging:.2f} ms, the additions {1e3 * adding:.2f} ms at B_c = {BLOCK_N}; they take equally "
+        f"long at B_c = {break_even(machine['hbm_bandwidth'], rate):.2f} d"
     )
 
 
@@ -314,13 +314,14 @@ def savings_outweigh_atomics() -> Verdict:
         f"and dq_accum is zeroed and read once. Counted at N = 256, d = 64: {staged:,} against {added:,} "
         f"bytes; by the formulas at N = 4096, d = 128: {staged_book:,} against {added_book:,}. With "
         f"B_c = {BLOCK_N} the atomics ask for more; with B_c = d both would be 4N². What HBM must hold is "
-        f"another matter: at N = 4096, d = 128 dS is {square:,} bytes a head and dq_accum {linear:,}."
+        f"another matter: at N = 4096, d = 128 dS is {square:,} bytes per head and dq_accum {linear:,}."
     )
     measured = "; ".join(filter(None, (_times((STAGED, ATOMIC, FP32), 4096), _each_alone())))
     if 4 * linear > square:
         return Verdict(FAILS, evidence, measured=measured)
     if added > staged and added_book > staged_book:
-        return Verdict(CONDITION, evidence, "only HBM bytes count, or B_c is larger than d", measured)
+        condition = "only HBM bytes count, or B_c is larger than d (requested bytes), or larger still (time)"
+        return Verdict(CONDITION, evidence, condition, measured)
     return Verdict(HOLDS, evidence, measured=measured)
 
 

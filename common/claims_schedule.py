@@ -1,6 +1,6 @@
 """Claims about order, skipping and what comes before the main loop: chapters 06 to 08.
 
-And those that wait for chapters 09 to 12, with what is known of them today.
+And those that later chapters decide, with what is known without them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def deterministic_mode(kernel: Path = _DETERMINISTIC) -> Verdict:
         f"{'more than one' if without > 1 else 'one'} without. At B·H = 16, N = 4096, d = 64 one accumulator "
         f"is {one / 2**20:.0f} MiB; 06 takes min(N/32, 8) = {ours} of them, FA2 ⌈SMs / (B·H)⌉ = {theirs} on "
         f"a card of 132 SMs, and {fa2_splits(132, 1, 1)} if B·H = 1. FA2's bits therefore repeat on one card "
-        "at one batch and number of heads; 06's do so everywhere."
+        "at one batch and number of heads; 06's, for one compiled kernel, depend on the inputs only."
     )
     return Verdict(HOLDS if with_flag == 1 and without > 1 else FAILS, evidence)
 
@@ -132,8 +132,8 @@ def causal_skipping(kernel: Path = _CAUSAL_SKIP) -> Verdict:
     wide = count_tiles(512, 512, 128, 128, True)
     uneven = count_tiles(1024, 4096, _HALF_TILE, _HALF_TILE, True)
     evidence = (
-        f"07 loads {loaded} of {tiles.total} tiles of Q at N = {n} (counted). With T tiles a side it visits "
-        "(T + 1) / 2T of them, so the saved share is "
+        f"07 loads {loaded} of {tiles.total} tiles of Q at N = {n} (counted). With T_k tiles along each side "
+        "it visits (T_k + 1) / 2T_k of them, so the saved share is "
         f"{_percent(1 - Fraction(tiles.visited, tiles.total))} at N = {n} and "
         f"{_percent(1 - Fraction(long.visited, long.total))} at N = 4096 with tiles of 32; "
         f"{_percent(1 - Fraction(wide.visited, wide.total))} at N = 512 with FA2's tiles of 128. With "
@@ -249,7 +249,7 @@ def references_missing_in(checkout: Path) -> list[str]:
     23,
     "Eight references to lines of FA2's sources; no mbarrier in its backward kernel; `deterministic=False`",
     source="§16.3.2, §16.8",
-    chapters=("05_fp32_accum", "06_deterministic", "08_preprocess_delta"),
+    chapters=("06_deterministic", "08_preprocess_delta"),
 )
 def fa2_references(references: Sequence[Reference] = FA2_REFERENCES) -> Verdict:
     """The quoted words against the words at that line of the pinned commit."""
@@ -294,7 +294,7 @@ def delta_once(before: Path = _CAUSAL_SKIP, after: Path = _PREPROCESS) -> Verdic
         f"At N = {n} 07 reads {read[0]:,} bytes of O, 08 {read[1]:,}: "
         f"{ratio.numerator if ratio.denominator == 1 else float(ratio)} times less, once per block of 32 "
         f"keys against once. A block needs {shared[1]:,} bytes of shared memory instead of {shared[0]:,} and "
-        "3 barriers a tile instead of 4; dO is read once more. The repeated FLOPs are 2 N² d / 32, only "
+        "3 barriers per tile instead of 4; dO is read once more. The repeated FLOPs are 2 N² d / 32, only "
         f"{_percent(share)} of the pass: what is saved is memory traffic, not arithmetic."
     )
     holds = read == [blocks * once, once] and shared[1] < shared[0]
@@ -304,7 +304,7 @@ def delta_once(before: Path = _CAUSAL_SKIP, after: Path = _PREPROCESS) -> Verdic
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------- what waits for chapters 09 to 12
+# ---------------------------------------------------------------- what later chapters decide
 
 
 def _measured_ratios() -> str:
@@ -360,7 +360,7 @@ def fa3_speed() -> Verdict:
     return Verdict(
         WAITS,
         f"740 of 989 TFLOP/s (dense fp16 on an H100 SXM) are {_percent(Fraction(740, 989))}. It is FA3's "
-        "*forward* figure, so it says nothing yet about the backward pass of this chapter.",
+        "*forward* figure, so it says nothing about the backward pass of the book's chapter 16.",
         "12_hopper",
     )
 
@@ -411,12 +411,13 @@ def skeleton() -> Verdict:
     visible, skipped = _skipped_although_visible(512, 1024, block)
     return Verdict(
         WAITS,
-        "What it needs, as far as it can be counted today. An accumulator fragment has 4 values, that is two "
-        "`unsigned` of packed halves; its P and dS have one. dV and dK of a [64, 64] tile are "
-        f"{registers} registers a thread if every warp holds both in full, above the limit of 255, so warps "
-        f"must share them. `write_dK` gets no scale, though the comment asks for it: dK would be √d = "
-        f"{math.isqrt(d)} times too large at d = {d}. It has one N, and `q_start` is right for equal lengths "
-        f"only: with 512 queries and 1024 keys it skips {skipped} of {visible} visible tiles.",
+        "What has to change, as far as it can be counted without building it. An accumulator fragment has 4 "
+        "values, that is two `unsigned` of packed halves; the skeleton declares only one `unsigned` for P "
+        f"and for dS. dV and dK of a [64, 64] tile are {registers} registers per thread if every warp holds "
+        "both in full, above the limit of 255, so warps must share them. `write_dK` gets no scale, though "
+        f"the comment asks for it: dK would be √d = {math.isqrt(d)} times too large at d = {d}. It uses one "
+        "length N for queries and keys, and `q_start` is right for equal lengths only: with 512 queries and "
+        f"1024 keys it skips {skipped} of {visible} visible tiles.",
         "09_tensor_cores",
     )
 
@@ -442,8 +443,8 @@ def buffer_reuses() -> Verdict:
     return Verdict(
         WAITS,
         "The three places exist (claim 23); each needs a barrier between the last reader and the first "
-        f"writer, which chapter 10 has to show. With V in registers FA2's tile of {sizes[1]} queries and "
-        f"{sizes[2]} keys at d = {sizes[0]} takes {reused // 1024} KiB instead of {plain // 1024}. dQ passes "
-        "through P's place only on a path that is no longer launched.",
+        "writer, which a later chapter has to show. With V in registers FA2's tile of "
+        f"{sizes[1]} queries and {sizes[2]} keys at d = {sizes[0]} takes {reused // 1024} KiB instead of "
+        f"{plain // 1024}. dQ passes through P's place only on a path that is no longer launched.",
         "10_async_pipeline",
     )

@@ -166,7 +166,7 @@ class SavedTensors:
 
 
 def saved_tensors(seqlen: int, num_heads: int = 32, head_dim: int = 64) -> SavedTensors:
-    """Counted on tensors without data: a block of attention written out and an MLP of four times the width.
+    """Of unfused attention and an MLP of four times the width, on the meta device, which allocates nothing.
 
     bf16, batch 1, pre-norm, no mask, no dropout.
     """
@@ -213,7 +213,7 @@ def _checked(chapter: str, problem: Problem = _SMALL) -> Report:
 
 @claim(
     10,
-    "Storing LSE costs 16 KB a head at N = 4096, which is negligible; m and l together cost 256 KB at "
+    "Storing LSE costs 16 KB per head at N = 4096, which is negligible; m and l together cost 256 KB at "
     "N = 32768",
     source="§16.4, second text",
     chapters=("00_forward",),
@@ -325,7 +325,7 @@ def _as_fractions(t: Tensor) -> Exact:
 
 @claim(
     11,
-    "At N = 32768, P has over 1.07 billion elements: 2.14 GB a head in fp16, about 70 GB for 32 heads",
+    "At N = 32768, P has over 1.07 billion elements: 2.14 GB per head in fp16, about 70 GB for 32 heads",
     source="second text",
     chapters=("01_naive",),
 )
@@ -340,14 +340,14 @@ def check_size_of_p() -> Verdict:
     right = elements > 1.07e9 and abs(head / 2.14e9 - 1) < 0.01 and abs(layer / 70e9 - 1) < 0.05
     return Verdict(
         HOLDS if right else FAILS,
-        f"{elements:,} elements; {head / 1e9:.2f} GB a head; {layer / 1e9:.1f} GB for {heads} heads "
+        f"{elements:,} elements; {head / 1e9:.2f} GB per head; {layer / 1e9:.1f} GB for {heads} heads "
         f"({layer / 2**30:.0f} GiB). Chapter 01, with {len(scratch.parts)} such matrices in fp32, asks for "
-        f"{scratch.bytes / 1e9:.1f} GB a head.",
+        f"{scratch.bytes / 1e9:.1f} GB per head.",
     )
 
 
 def saved_ratio(seqlen: int, *, statistics: int, heads_of_p: int = 1) -> Fraction:
-    """Bytes of P in fp16 of ``heads_of_p`` heads over those of ``statistics`` fp32 numbers a row of one."""
+    """Bytes of P in fp16 of ``heads_of_p`` heads over those of ``statistics`` fp32 numbers per row of one."""
     return Fraction(2 * seqlen**2 * heads_of_p, 4 * seqlen * statistics)
 
 
@@ -464,7 +464,7 @@ def contributing_blocks(num_m_blocks: int, num_n_blocks: int, outer: str) -> dic
     3,
     "With Q in the outer loop, dV and dK need atomics or several launches; with K there, only dQ does",
     source="§16.2",
-    chapters=("02_tiled", "04_atomic_dq"),
+    chapters=("02_tiled",),
 )
 def check_who_needs_atomics() -> Verdict:
     """Who adds to what: counted by walking the loops, by atomics, and by races without them."""
@@ -507,7 +507,7 @@ def check_shared_layout() -> Verdict:
         WAITS,
         f"True of chapter 02, as a choice: {listed} bytes make up its {asked:,} (fp32 tiles, d = {d}), and "
         f"each thread holds {2 * 32 * d // 128} accumulators of dK and dV. Not a need: from 08 on O is in no "
-        f"main loop, and {later:,} bytes do. Whether the others must be there, tensor cores decide.",
+        f"main loop, and {later:,} bytes are enough. Whether the others must be there, tensor cores decide.",
         condition="09_tensor_cores",
     )
 
@@ -653,7 +653,7 @@ def scale_placements(scale: Fraction = Fraction(1, 8)) -> dict[str, tuple[Exact,
     28,
     "The scale is applied nowhere, to dQ by the convert kernel, to dK when it is written, or to dS",
     source="§16.2, §16.3, §16.6, second text",
-    chapters=("02_tiled", "05_fp32_accum"),
+    chapters=("02_tiled",),
 )
 def check_scale() -> Verdict:
     """All placements in fractions, and how many multiplications each takes."""
@@ -663,11 +663,12 @@ def check_scale() -> Verdict:
     seqlen, d = 4096, 64
     return Verdict(
         CONDITION if same and missing else FAILS,
-        "On dQ and dK or on dS: equal in exact fractions. At the end it takes 2 N d multiplications a head, "
-        f"{2 * seqlen * d:,} at N = {seqlen} and d = {d}; on dS N² of them, {seqlen**2:,}, "
-        f"{seqlen // (2 * d)} times as many. With it nowhere, as in §16.2, dQ and dK are 1/scale too large, "
-        "unless S has no scale either, as in §16.1's formulas.",
-        condition="S and each of dQ and dK have it exactly once" if same and missing else "",
+        "On dQ and dK or on dS: equal in exact fractions. At the end it takes 2 N d multiplications per "
+        f"head, {2 * seqlen * d:,} at N = {seqlen} and d = {d}; on dS N² of them, {seqlen**2:,}, "
+        f"{seqlen // (2 * d)} times as many. Nowhere is right if S has no scale either, as in §16.1's "
+        "formulas and §16.2's loop; with a scale in S, dQ and dK would be 1/scale too large. §16.6 asks for "
+        "it on dK in a comment, but passes none to `write_dK` (claim 26).",
+        condition="dQ and dK each have, once, the scale that S has" if same and missing else "",
     )
 
 

@@ -212,14 +212,19 @@ def attainable_flops(
 
 
 def draw_roofline(
-    points: Sequence[RooflinePoint], peak_flops: float, hbm_bandwidth: float, l2_bandwidth: float
+    points: Sequence[RooflinePoint],
+    peak_flops: float,
+    hbm_bandwidth: float,
+    l2_bandwidth: float,
+    *,
+    peak_name: str = "peak",
 ) -> Figure:
     """FLOP/s against FLOP/byte under an L2 and an HBM roof, log-log.
 
     Each pass has two marks at one height: a circle at its requested bytes, for the L2 roof, and a diamond,
-    always hollow, at what an ideal cache fetches, for the HBM roof. The height is the measured speed. Where
-    there is none, it is the most that the roofs allow (``attainable_flops``), both marks are hollow and the
-    label says so.
+    always hollow, at what an ideal cache fetches, for the HBM roof. The height of both is the measured speed.
+    Where there is none, it is the most that the roofs allow (``attainable_flops``), the circle is hollow too
+    and the label says so.
 
     Args:
         points: what to draw.
@@ -227,28 +232,36 @@ def draw_roofline(
         hbm_bandwidth: bytes/s, such as ``H200.hbm_bandwidth``.
         l2_bandwidth: bytes/s. No data sheet has it: take what you have measured on the card, or say that it
             is assumed.
+        peak_name: what the label of the flat roof calls it.
     """
     intensities = [p.flops / size for p in points for size in (p.requested_bytes, p.ideal_bytes)]
     ridges = [peak_flops / hbm_bandwidth, peak_flops / l2_bandwidth]
-    low, high = min(intensities + ridges) / 2.5, max(intensities + ridges) * 4
+    low, high = min(*(x / 2.5 for x in intensities), *(x / 8 for x in ridges)), max(intensities + ridges) * 4
     figure = new_figure(10, 5.6)
     axes = figure.subplots()
     unit_axis(axes, "y", "FLOP/s")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    for label, bandwidth, style in (("HBM", hbm_bandwidth, "-"), ("L2", l2_bandwidth, "--")):
+    # The L2 roof is the higher one, perhaps by little: its name goes left of the slopes, HBM's to the right.
+    for label, bandwidth, style, side, apart in (
+        ("HBM", hbm_bandwidth, "-", "left", 1.15),
+        ("L2", l2_bandwidth, "--", "right", 1 / 1.15),
+    ):
         ridge = peak_flops / bandwidth
         axes.plot(
             [low, ridge, high], [low * bandwidth, peak_flops, peak_flops], color=BLACK, linestyle=style,
             linewidth=1.4, label=label,
         )  # fmt: skip
-        axes.annotate(
-            f"{label} {quantity(bandwidth, 'B/s')}", (low * 1.4, low * 1.4 * bandwidth),
-            xytext=(-8, 7), textcoords="offset points", rotation=45, rotation_mode="anchor",
-            transform_rotates_text=True, fontsize=9.5,
+        axes.text(
+            ridge / 1.6 * apart, peak_flops / 1.6, f"{label} {quantity(bandwidth, 'B/s')}",
+            ha=side, va="center", fontsize=9.5,
         )  # fmt: skip
     axes.text(
-        min(ridges), peak_flops * 1.2, f"peak {quantity(peak_flops, 'FLOP/s')}", ha="left", fontsize=9.5
+        min(ridges),
+        peak_flops * 1.2,
+        f"{peak_name} {quantity(peak_flops, 'FLOP/s')}",
+        ha="left",
+        fontsize=9.5,
     )
     ends = []
     for i, p in enumerate(points):
@@ -283,7 +296,7 @@ def draw_roofline(
             color="0.3",
             markerfacecolor="white",
             linestyle="",
-            label="ideal cache (under the HBM roof)",
+            label="ideal cache (under the HBM roof), always hollow",
         ),
         Line2D(
             [],

@@ -255,13 +255,14 @@ def draw_ladder(ladder: Ladder, path: Path | None = None) -> Figure:
             error.plot(*zip(*over, strict=True), "x", color="black", markersize=12, markeredgewidth=2)
     speed.set_yscale("log")
     speed.set_title(
-        "TFLOP/s (higher is better)" if on_gpu else "seconds a pass (lower is better)", fontsize=11
+        f"{'TFLOP/s' if on_gpu else 'seconds per pass'}\n(00: forward; others: backward)",
+        fontsize=11,
     )
     memory.set_yscale("symlog", linthresh=0.1)
     memory.set_ylim(bottom=0)
     memory.set_title("scratch memory, MB", fontsize=11)
     error.set_yscale("log")
-    error.set_title("relative error (×: over budget)", fontsize=11)
+    error.set_title("largest relative error of the results\n(×: over budget)", fontsize=11)
     if ends[error]:
         low, high = error.get_ylim()
         error.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))

@@ -25,15 +25,15 @@ SYMBOLS = {
     "N_q": "seqlen_q",
     "N_k": "seqlen_k",
     "d": "head_dim",
-    "e": "bytes of an element: 4 in fp32, 2 in fp16 and bf16",
+    "e": "bytes of an element (4 in fp32, 2 in fp16 and bf16)",
     "c": "1 if is_causal, else 0",
     "g": "1 if deterministic, else 0",
     "r": "1 if return_row_stats, else 0",
-    "B_r": "kBlockM: queries in a tile",
-    "B_c": "kBlockN: keys in a tile",
+    "B_r": "kBlockM, queries in a tile",
+    "B_c": "kBlockN, keys in a tile",
     "T_q": "blocks of queries",
     "T_k": "blocks of keys",
-    "V": "visible elements of one head's S: N_q N_k unless causal",
+    "V": "visible elements of one head's S (all of them unless causal)",
 }
 _BARRIERS = "barriers"
 _OPERATIONS = ("read", "written", "atomic_bytes", "atomics")
@@ -195,6 +195,12 @@ class Formulas:
             if symbol in used
         ]
         return "\n".join(rows) + "\n\n" + ", ".join(lines) + "\n"
+
+    @property
+    def symbols(self) -> dict[str, str]:
+        """What the symbols in ``latex()`` mean, without those that the chapter defines itself."""
+        used = {str(symbol) for symbol in self._used_symbols()}
+        return {name: meaning for name, meaning in SYMBOLS.items() if name in used}
 
     def _used_symbols(self) -> set[sympy.Symbol]:
         used: set[sympy.Symbol] = set()

@@ -10,19 +10,22 @@ import contextlib
 import hashlib
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from IPython.display import Markdown
+from matplotlib.figure import Figure
 
-from common import jit
+from common import experiments, jit
 from common.chapters import Chapter, load_chapter, load_kernel
 from common.check import check_chapter, compare_outputs
 from common.diff import chapter_diff
+from common.figures import H200, RooflinePoint, draw_roofline
 from common.formulas import Problem
 from common.ladder import Ladder, Rung, Settings, climb, machine
 from common.measurements import find_ladder
+from common.timing import backward_flops
 
 # A ragged problem that the checker does in a second: two tiles and a bit.
 SMALL = Problem(1, 2, 70, 70, 64, torch.float32)
@@ -123,7 +126,10 @@ def check_gradients(chapter: str | int, problem: Problem = SMALL) -> Markdown:
 
 
 def show_errors(chapter: str | int, problem: Problem = SMALL) -> Markdown:
-    """The errors and budgets as numbers, which differ a little from machine to machine."""
+    """The errors and budgets as numbers, which differ a little from machine to machine.
+
+    ``common.reference.compare`` defines them.
+    """
     loaded = load_chapter(chapter)
     report, inputs = check_chapter(loaded, problem)
     rows = ["| result | relative error | budget | worst element | its budget |", "|---|---:|---:|---:|---:|"]
@@ -131,6 +137,10 @@ def show_errors(chapter: str | int, problem: Problem = SMALL) -> Markdown:
         f"| {c.name} | {c.error:.1e} | {c.budget:.1e} | {c.worst:.1e} | {c.worst_budget:.1e} |"
         for c in compare_outputs(loaded, problem, report, inputs)
     ]
+    rows.append(
+        "\nrelative error: ‖result − float64‖ / ‖float64‖; worst element: largest difference over largest "
+        "element. Notebook 00, section 6, explains the budgets."
+    )
     return Markdown("\n".join(rows))
 
 
@@ -180,16 +190,22 @@ def ledger(chapter: str | int, problem: Problem = SMALL) -> Markdown:
         same = p is not None and (t.read, t.written, t.atomics) == (p.read, p.written, p.atomics)
         verdict = "equal" if same else f"**differs**: {p}"
         rows.append(f"| `{name}` | {t.read:,} | {t.written:,} | {t.atomics or ''} | {verdict} |")
-    total = report.traffic.bytes
-    rows.append(
-        f"\n{report.what}: {total:,} bytes of global memory requested; atomics are numbers, not bytes."
-    )
+    added = sum(t.atomic_bytes for t in report.traffic.tensors.values())
+    atomics = f". Atomics are numbers; the total includes the {added:,} bytes that they add" if added else ""
+    rows.append(f"\n{report.what}: {report.traffic.bytes:,} bytes of global memory requested{atomics}.")
     return Markdown("\n".join(rows))
 
 
 def formula_table(chapter: str | int) -> Markdown:
-    """The chapter's traffic formulas as mathematics."""
-    return Markdown(_formulas_of(load_chapter(chapter)).latex())
+    """The chapter's traffic formulas as mathematics, and what their symbols mean."""
+    formulas = _formulas_of(load_chapter(chapter))
+    legend = "; ".join(f"${_subscripted(name)}$: {meaning}" for name, meaning in formulas.symbols.items())
+    return Markdown(f"{formulas.latex()}\n{legend}.\n")
+
+
+def _subscripted(name: str) -> str:
+    letter, _, index = name.partition("_")
+    return f"{letter}_{{{index}}}" if index else letter
 
 
 def predicted_bytes(chapter: str | int, problem: Problem = BOOK) -> dict[str, int]:
@@ -235,19 +251,75 @@ def costs(
     rows.append(
         f"\n{source}: {m['device']}, {m['date']}, torch {m['torch']}; {dtype}, d = {head_dim}, "
         f"{ladder.settings.heads} heads, {mask}{peak}. In brackets: relative to SDPA FLASH."
+        f"{_overhead_of_calls(ladder, min(seqlens), max(seqlens))}"
     )
     return Markdown("\n".join(rows))
 
 
-def _speed(ladder: Ladder, name: str, seqlen: int) -> str:
-    def rung(of: str) -> Rung | None:
-        return next((r for r in ladder.rungs if (r.name, r.seqlen) == (of, seqlen)), None)
+def _rung(ladder: Ladder, name: str, seqlen: int) -> Rung | None:
+    return next((r for r in ladder.rungs if (r.name, r.seqlen) == (name, seqlen)), None)
 
-    own, flash = rung(name), rung("SDPA FLASH")
+
+def _overhead_of_calls(ladder: Ladder, short: int, long: int) -> str:
+    """A warning where PyTorch's time at the shorter length is mostly not the kernel's."""
+    rungs = [_rung(ladder, "SDPA FLASH", seqlen) for seqlen in (short, long)]
+    seconds = [r.seconds for r in rungs if r is not None and r.seconds]
+    work = (long / short) ** 2
+    if len(seconds) < 2 or seconds[1] > seconds[0] * work / 2:
+        return ""
+    return (
+        f" At N = {short} PyTorch's time is mostly the overhead of a call: FLASH takes "
+        f"{1e3 * seconds[0]:.2f} ms there and {1e3 * seconds[1]:.2f} ms at N = {long}, for {work:.0f} times "
+        f"the FLOPs. Compare at N = {long}."
+    )
+
+
+def _speed(ladder: Ladder, name: str, seqlen: int) -> str:
+    own, flash = _rung(ladder, name, seqlen), _rung(ladder, "SDPA FLASH", seqlen)
     if own is None or own.tflops is None:
         return ""
     ratio = f" ({flash.seconds / own.seconds:.3f} ×)" if flash and flash.seconds and own.seconds else ""
     return f"{own.tflops:.2f}{ratio}"
+
+
+def roofline(*chapters: str | int, scratch_passes: Mapping[str, float] | None = None) -> Figure:
+    """Where chapters stand under the H200's roofs: bf16, d = 64, full, N = 4096, 16 heads.
+
+    Speeds are those of the stored ladder. Roofs are measured ones, the flat one by a product of fp32
+    matrices; where none are stored, those of the data sheet, and a guess for L2. The title says which. An
+    ideal cache moves every tensor once per pass, not once per kernel.
+
+    Args:
+        scratch_passes: how often all of a chapter's scratch memory crosses the bus, by chapter; 2 otherwise,
+            written once and read once.
+    """
+    seqlen, heads, head_dim = 4096, 16, 64
+    problem = Problem(1, heads, seqlen, seqlen, head_dim, torch.bfloat16)
+    tensors = heads * seqlen * (8 * head_dim * 2 + 4)  # q k v out dout dq dk dv, and lse
+    ladder = find_ladder("bf16", head_dim, False)
+    points = []
+    for chapter in chapters:
+        loaded = load_chapter(chapter)
+        scratch = loaded.workspace(
+            batch=1, num_heads=heads, seqlen_q=seqlen, head_dim=head_dim, dtype=torch.bfloat16
+        ).bytes
+        ideal = tensors + (scratch_passes or {}).get(loaded.name, 2) * scratch
+        rung = ladder.rung(loaded.name, seqlen) if ladder is not None else None
+        requested = sum(predicted_bytes(chapter, problem).values())
+        flops = backward_flops(1, heads, seqlen, seqlen, head_dim, False)
+        points.append(RooflinePoint(loaded.name, flops, requested, ideal, rung.seconds if rung else None))
+    machine = experiments.load("machine")
+    if machine is None:
+        figure = draw_roofline(points, H200.peak_flops, H200.hbm_bandwidth, 8e12, peak_name="fp32 peak")
+        source = "roofs of the data sheet, L2 assumed"
+    else:
+        roofs = (machine[key] for key in ("matmul_flops_fp32", "hbm_bandwidth", "l2_bandwidth"))
+        figure = draw_roofline(points, *roofs, peak_name="fp32 matrix product")
+        source = f"roofs measured on {machine['machine']['device']}, {machine['machine']['date']}"
+    figure.axes[0].set_title(
+        f"bf16, d = {head_dim}, N = {seqlen}, {heads} heads, full; {source}", fontsize=10
+    )
+    return figure
 
 
 # ---------------------------------------------------------------- provenance

@@ -240,6 +240,22 @@ def test_roofline_drawn(reports: dict) -> None:
     assert axes.get_xlabel() == "FLOP/byte"
 
 
+@pytest.mark.parametrize("l2_over_hbm", [1.1, 1.3, 4.0])
+def test_names_of_the_roofs_stand_apart(l2_over_hbm: float) -> None:
+    points = [RooflinePoint("a", flops=1e9, requested_bytes=3e9, ideal_bytes=1e6, seconds=1e-3)]
+    figure = draw_roofline(points, H200.peak_flops, H200.hbm_bandwidth, l2_over_hbm * H200.hbm_bandwidth)
+    assert_readable(figure)
+    (axes,) = figure.axes
+    names = [t for t in axes.texts if t.get_text().startswith(("HBM", "L2", "peak"))]
+    assert len(names) == 3
+    for one, other in itertools.combinations(names, 2):
+        assert not one.get_window_extent().overlaps(other.get_window_extent()), (one, other)
+    for line in axes.lines[:2]:  # the slopes
+        slope = line.get_transform().transform_path(line.get_path())
+        for name in names:
+            assert not slope.intersects_bbox(name.get_window_extent(), filled=False), (line, name)
+
+
 # ---------------------------------------------------------------- shared memory
 
 

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from common import list_chapters, load_chapter
-from common.notebook import edited_kernel, quiet, show
+from common import experiments, list_chapters, load_chapter, notebook
+from common.ladder import Ladder, Rung, Settings
+from common.notebook import edited_kernel, formula_table, quiet, roofline, show
 
 
 @pytest.mark.parametrize("name", [info.name for info in list_chapters()])
@@ -37,3 +38,37 @@ def test_a_kernel_is_edited_in_a_copy() -> None:
     assert load_chapter("01_naive").info.kernel.read_text() == source
     with pytest.raises(ValueError, match="0 times in 01_naive"):
         edited_kernel("01_naive", "no such text")
+
+
+def test_formulas_come_with_a_legend() -> None:
+    text = formula_table("06_deterministic").data
+    assert "$c$: 1 if is_causal, else 0" in text
+    assert "$N_{q}$: seqlen_q" in text
+    assert "return_row_stats" not in text, "chapter 06 has no r in its formulas"
+
+
+@pytest.mark.parametrize(("seconds", "is_overhead"), [(4.0, True), (16.0, False)])
+def test_overhead_of_calls_is_told_from_work(seconds: float, is_overhead: bool) -> None:
+    settings = Settings("cuda", "bf16", 1, 16, 64, (1024, 4096), False, None, 1.0)
+    times = {1024: 1e-3, 4096: 1e-3 * seconds}
+    ladder = Ladder(settings, {}, [Rung("SDPA FLASH", n, seconds=t) for n, t in times.items()])
+    found = notebook._overhead_of_calls(ladder, 1024, 4096)
+    assert (
+        "FLASH takes 1.00 ms there and 4.00 ms at N = 4096, for 16 times the FLOPs" in found
+    ) == is_overhead
+    assert bool(found) == is_overhead
+    assert not notebook._overhead_of_calls(ladder, 512, 4096), "nothing is known of 512"
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_the_roofline_says_where_its_roofs_are_from(stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not stored:
+        monkeypatch.setattr(experiments, "load", lambda part: None)
+    (axes,) = roofline("02_tiled").axes
+    said = [text.get_text() for text in axes.texts]
+    if stored:
+        assert "roofs measured on NVIDIA H200" in axes.get_title()
+        assert any(text.startswith("fp32 matrix product ") for text in said)
+    else:
+        assert "roofs of the data sheet, L2 assumed" in axes.get_title()
+        assert "fp32 peak 67 TFLOP/s" in said

@@ -11,6 +11,7 @@ from nbformat import NotebookNode
 
 from common import execute, jit, load_chapter
 from common.chapters import list_chapters
+from common.claims import all_claims
 
 NOTEBOOKS = execute.notebooks()
 IGNORE = "nbval-ignore-output"
@@ -93,6 +94,20 @@ def test_most_outputs_are_compared(path: Path) -> None:
     with_output = [c for c in code_cells(path) if c.outputs]
     compared = [c for c in with_output if IGNORE not in c.metadata.get("tags", [])]
     assert len(compared) >= 4
+
+
+def test_claims_name_the_notebooks_that_check_them() -> None:
+    """``Claim.chapters``, which 90_claims turns into links, against what the notebooks call."""
+    named = {(c.number, chapter) for c in all_claims() for chapter in c.chapters}
+    calls = re.compile(r"\b(?:verdicts|check_claims)\(([\d, ]+)\)")
+    run = {
+        (int(number), path.stem)
+        for path in NOTEBOOKS
+        for cell in code_cells(path)
+        for numbers in calls.findall(cell.source)
+        for number in numbers.split(",")
+    }
+    assert run == {(number, chapter) for number, chapter in named if chapter in {p.stem for p in NOTEBOOKS}}
 
 
 @pytest.mark.parametrize(
