@@ -35,7 +35,10 @@ MAX_GRID_Y = 2
 
 @dataclass(frozen=True)
 class Mutant:
-    """A chapter's kernel with one change. line, before, after: of the changed line, for people."""
+    """A chapter's kernel with one change. line, before, after: of the changed line, for people.
+
+    ``removed`` is the text that is gone.
+    """
 
     chapter: str
     rule: str
@@ -43,6 +46,7 @@ class Mutant:
     line: int
     before: str
     after: str
+    removed: str
     source: str
 
     @property
@@ -56,24 +60,25 @@ class Mutant:
 class Harmless:
     """A mutant that changes nothing anybody could notice, and why."""
 
-    chapter: str  # regular expressions, as the next two
+    chapter: str  # regular expressions, as the next three
     rule: str
+    removed: str
     before: str
     reason: str
 
 
 HARMLESS = [
     Harmless(
-        ".*", "guard", r"m_start \+ row < params\.seqlen_q( &&|$)",
+        ".*", "guard", r"m_start \+ row < params\.seqlen_q", "visible",  # the mask, not a store
         "rows past the last query are loaded as zeros, so what P and dS hold there is multiplied by 0; the "
         "guard keeps out the NaN that an infinity in K or V would make of it",
     ),
     Harmless(
-        "01.*", "guard", r"col < num_keys \?",
+        "01.*", "guard", r"col < num_keys", ".*",
         "P is 0 where the mask hides the key, and so is its product with a finite dP",
     ),
     Harmless(
-        "(?!03).*", "guard", r"col < num_cols", "only 03 loads tiles of a matrix that may be narrower"
+        "(?!03).*", "guard", r"col < num_cols", ".*", "only 03 loads tiles of a matrix that may be narrower"
     ),
 ]  # fmt: skip
 
@@ -84,6 +89,7 @@ def why_harmless(mutant: Mutant) -> str | None:
         if (
             re.fullmatch(entry.chapter, mutant.chapter)
             and re.fullmatch(entry.rule, mutant.rule)
+            and re.fullmatch(entry.removed, mutant.removed)
             and re.search(entry.before, mutant.before)
         ):
             return entry.reason
@@ -146,6 +152,7 @@ def _mutants_of_file(info: ChapterInfo, path: Path, kernel: str) -> Iterator[Mut
             text.count("\n", 0, start) + 1,
             text[line_start:line_end].strip(),
             (text[line_start:start] + replacement + text[end:line_end]).strip(),
+            text[start:end],
             source,
         )
 
