@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -181,6 +182,14 @@ def mutants_of(info: ChapterInfo) -> list[Mutant]:
 # ---------------------------------------------------------------- who sees it
 
 
+def _passes(info: ChapterInfo) -> list[bool]:
+    """Of backward (True) and forward (False) those that the kernel file itself has."""
+    text = info.kernel.read_text()
+    return [
+        backward for backward in (True, False) if f"launch_{'backward' if backward else 'forward'}(" in text
+    ]
+
+
 def verdict(mutant: Mutant, folder: Path) -> str:
     """Who notices a mutant: "compiler", a tool of the checker, "numbers", or "nobody"."""
     original = load_chapter(mutant.chapter)
@@ -193,16 +202,19 @@ def verdict(mutant: Mutant, folder: Path) -> str:
     problems = [first, replace(first, is_causal=True)]
     if info.deterministic == "flag":
         problems.append(replace(first, is_causal=True, deterministic=True))
-    for problem in problems:
+    if first is LARGE_PROBLEM:
+        problems.append(replace(first, head_dim=72))  # wide rows take other ways
+    for problem, backward in product(problems, _passes(info)):
         p = problem
         x = random_inputs(p.batch, p.num_heads, p.seqlen_q, p.head_dim, seqlen_k=p.seqlen_k, dtype=p.dtype)
+        options = {"is_causal": p.is_causal, "max_grid_y": MAX_GRID_Y}
         saved = ()
-        if original.has_backward:
+        if backward:
             out, lse = original.forward(x.q, x.k, x.v, is_causal=p.is_causal)
             saved = (out, x.dout, lse)
-        options = {"is_causal": p.is_causal, "max_grid_y": MAX_GRID_Y}
+            options["deterministic"] = p.deterministic
         try:
-            report = chapter.check(x.q, x.k, x.v, *saved, deterministic=p.deterministic, **options)
+            report = chapter.check(x.q, x.k, x.v, *saved, **options)
         except BuildError as error:
             if "does not compile" not in str(error):
                 raise
@@ -211,7 +223,7 @@ def verdict(mutant: Mutant, folder: Path) -> str:
             return report.findings[0].tool
         if report.error is not None:
             return "error"
-        if any(not c.ok for c in compare_outputs(original, problem, report, x)):
+        if any(not c.ok for c in compare_outputs(original, problem, report, x, backward=backward)):
             return "numbers"
     return "nobody"
 

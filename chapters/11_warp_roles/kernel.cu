@@ -618,7 +618,6 @@ __device__ void p_role(const Block& block, Element* dv) {
   float acc_dv[2][kPaddedDim / 8][4] = {};
   with_mask(block.is_masked(0), [&](auto is_masked) { make_p(0, is_masked); });
   for (int i = 0; i < block.m_blocks.count; ++i) {
-    cp_async_wait<0>();
     // P(i), dS(i - 1) and the tiles dO(i) and Q(i + 1) are complete; P(i - 1), dS(i - 2), dO(i - 1) and Q(i - 1)
     // are not read any more.
     barrier_sync(0, kNumThreads);
@@ -630,7 +629,6 @@ __device__ void p_role(const Block& block, Element* dv) {
     // 7. dQ_accum += dS K, of the tile before: by then the other warps' keys are there
     if (i > 0) block.add_dq(i - 1, block.pair);
   }
-  cp_async_wait<0>();
   barrier_sync(0, kNumThreads);  // dS of the last tile is complete
   block.add_dq(block.m_blocks.count - 1, block.pair);
   barrier_sync(0, kNumThreads);  // sK is not read any more
@@ -738,7 +736,6 @@ __device__ void ds_role(const Block& block, Element* dk) {
     if (i + 1 < block.m_blocks.count) block.copy_delta(i + 1);
     cp_async_commit();
   }
-  cp_async_wait<0>();
   barrier_sync(0, kNumThreads);  // dS of the last tile is complete
   block.add_dq(block.m_blocks.count - 1, warp_dq);
   barrier_sync(0, kNumThreads);  // sK is not read any more
