@@ -27,11 +27,11 @@ def run(command: list[str]) -> str:
     return result.stdout
 
 
-def build_for_cpu(info: ChapterInfo, folder: Path, kernel: Path) -> Path:
+def build_for_cpu(info: ChapterInfo, folder: Path, kernel: Path, main: Path = MAIN) -> Path:
     device, _ = jit.load_cpu_device()
     includes = [f"-I{jit.CPU_DEVICE}", f"-I{REPO}"]
     objects = []
-    for source in (kernel, MAIN):
+    for source in (kernel, main):
         objects.append(folder / f"{source.stem}.o")
         options = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", *includes, *defines(info)]
         run([jit._host_compiler(), *options, "-x", "c++", "-c", str(source), "-o", str(objects[-1])])
@@ -72,3 +72,20 @@ def test_runs_on_a_gpu(info: ChapterInfo, tmp_path: Path) -> None:
     command = [str(jit.find_nvcc()), f"-arch={arch}", "-std=c++17", "-O3", f"-I{REPO}", *defines(info)]
     run([*command, str(info.kernel), str(MAIN), "-o", str(tmp_path / "standalone")])
     assert "relative errors" in run([str(tmp_path / "standalone")])
+
+
+@pytest.mark.parametrize("name", ["q", "dout"])
+def test_unaligned_rows_are_refused(name: str, tmp_path: Path) -> None:
+    """Without Python nobody copies such a tensor: the launcher says which one it is."""
+    info = LATER[-1]
+    text = MAIN.read_text()
+    call = "  check(launch_backward("
+    assert text.count(call) == 1
+    main = tmp_path / "main.cu"
+    main.write_text(text.replace(call, f"  params.{name}_strides.row += 1;\n{call}"))
+    program = build_for_cpu(info, tmp_path, info.kernel, main)
+    result = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith(
+        f"launch_backward: {name} starts, or has strides, at no multiple of 16 bytes"
+    )

@@ -14,6 +14,7 @@
 //
 // Grid: (batch · num_heads · blocks of keys; with deterministic, splits). Block: a warp for every 16 keys.
 // Shared memory: K, V; two stages of Q, dO, dS. Global scratch: lse_log2, neg_delta, dq_accum.
+#include "common/cuda/alignment.h"
 #include "common/cuda/architecture.h"
 #include "common/cuda/async_copy.h"
 #include "common/cuda/attention.h"
@@ -25,8 +26,7 @@ namespace {
 
 static_assert(sizeof(Element) == 2, "tensor cores multiply fp16 or bf16 here; for fp32 use 08");
 
-constexpr int kPaddedDim =
-    kHeadDim <= 64 ? 64 : 128;  // a row of a tile is one or two times 128 bytes
+constexpr int kPaddedDim = kHeadDim <= 64 ? 64 : 128;  // a tile's row is 128 or 256 bytes
 constexpr int kNumStages = 2;
 constexpr int kMaxSplits = 8;  // with deterministic
 constexpr float kLog2e = 1.44269504f;
@@ -519,6 +519,7 @@ void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
 }
 
 cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+  if (!rows_are_aligned(params)) return cudaErrorInvalidValue;
   WorkspaceLayout layout;
   describe_workspace(params, layout);
   float* lse_log2 = layout.find<float>(workspace, "lse_log2");

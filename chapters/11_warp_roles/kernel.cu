@@ -15,6 +15,7 @@
 //
 // Grid and global scratch: as in 10. Block: two warps for every 32 keys.
 // Shared memory: K, V; two stages of dO, P, dS; three of Q.
+#include "common/cuda/alignment.h"
 #include "common/cuda/architecture.h"
 #include "common/cuda/async_copy.h"
 #include "common/cuda/attention.h"
@@ -27,9 +28,8 @@ namespace {
 
 static_assert(sizeof(Element) == 2, "tensor cores multiply fp16 or bf16 here; for fp32 use 08");
 
-constexpr int kPaddedDim =
-    kHeadDim <= 64 ? 64 : 128;  // a row of a tile is one or two times 128 bytes
-constexpr int kMaxSplits = 8;   // with deterministic
+constexpr int kPaddedDim = kHeadDim <= 64 ? 64 : 128;  // a tile's row is 128 or 256 bytes
+constexpr int kMaxSplits = 8;                          // with deterministic
 constexpr float kLog2e = 1.44269504f;
 
 // The largest tiles that fit: queries and keys.
@@ -803,6 +803,7 @@ void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
 }
 
 cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+  if (!rows_are_aligned(params)) return cudaErrorInvalidValue;
   WorkspaceLayout layout;
   describe_workspace(params, layout);
   float* lse_log2 = layout.find<float>(workspace, "lse_log2");
