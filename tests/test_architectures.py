@@ -7,6 +7,7 @@ import torch
 from helpers import backward_chapters, draw, run_and_check, same_bits
 
 from common import ChapterInfo, load_chapter
+from common.attention import default_chapter
 from common.check import compare_outputs
 from common.formulas import Problem
 from common.inputs import random_inputs
@@ -52,3 +53,12 @@ def test_the_checker_finds_nothing(info: ChapterInfo, capability: tuple[int, int
 
 def test_there_are_such_chapters() -> None:
     assert {info.number for info in DEPENDING} >= {10, 11}
+
+
+def test_the_default_is_the_last_chapter_that_takes_the_tensors() -> None:
+    numbers = [
+        default_chapter(dtype, 64, torch.device("cpu")).number for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert numbers[0] == max(i.number for i in backward_chapters() if torch.float32 in i.dtypes)
+    assert numbers[1] == max(i.number for i in backward_chapters() if torch.bfloat16 in i.dtypes)
+    assert numbers[0] < numbers[1]
