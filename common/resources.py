@@ -86,7 +86,9 @@ def measure(
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise jit.BuildError(f"{info.name} does not compile for sm_{arch}", result.stderr)
-    models = (int(arch.rstrip("a")) // 10, int(arch.rstrip("a")) % 10)
+    capability = int(arch.rstrip("a"))
+    depends = "kMaxSharedBytes" in info.kernel.read_text()
+    models = (capability // 10, capability % 10) if depends else None
     shared = _dynamic_shared(load_chapter(info.name, cpu_models=models), dtype, head_dim)
     found = []
     for entry in result.stderr.split("Compiling entry function")[1:]:
