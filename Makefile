@@ -69,7 +69,7 @@ counters: $(READY) ## Nsight Compute's counters of three chapters, on a GPU, int
 counters-page: $(READY) ## compare stored counters with what the checker counts
 	$(PYTHON) -m common.counters --page
 
-readme: $(READY) ## regenerate the tables of README.md
+readme: $(READY) ## regenerate the tables and pictures of the front pages
 	$(PYTHON) -m common.readme
 
 resources: $(READY) ## registers, shared memory and spills of every kernel into chapters/README.md

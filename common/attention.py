@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from common import validation
-from common.chapters import Chapter, list_chapters, open_chapter
+from common import jit, validation
+from common.chapters import Chapter, ChapterInfo, list_chapters, open_chapter
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -34,7 +34,8 @@ def flash_attention(
         is_causal: query i sees keys j <= i + Nk - Nq (the mask is aligned bottom-right).
         deterministic: ask for the same bits on every run. Also on under
             ``torch.use_deterministic_algorithms(True)``.
-        chapter: which chapter computes: a loaded ``Chapter``, a name, a number. By default the last one.
+        chapter: which chapter computes: a loaded ``Chapter``, a name, a number. By default the last one that
+            takes the tensors' dtype, head_dim and GPU.
 
     Returns:
         [B, H, Nq, d], dense, in q's dtype. Rows that see no key are 0.
@@ -60,8 +61,18 @@ def _has_tangent(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _resolve(key: str) -> Chapter:
-    return open_chapter(key or list_chapters()[-1].name)
+def default_chapter(dtype: torch.dtype, head_dim: int, device: torch.device) -> ChapterInfo:
+    """The last chapter that takes such tensors; if none does, the last of those that take the most dtypes."""
+    infos = list_chapters()[::-1]
+    for info in infos:
+        can_run = device.type != "cuda" or jit.compute_capability(device) >= info.min_compute_capability
+        if dtype in info.dtypes and head_dim in info.head_dims and can_run:
+            return info
+    return max(infos, key=lambda info: len(info.dtypes))
+
+
+def _resolve(key: str, q: Tensor) -> Chapter:
+    return open_chapter(key or default_chapter(q.dtype, q.shape[-1], q.device).name)
 
 
 @torch.library.custom_op("fa2_backward::attention", mutates_args=())
@@ -74,7 +85,7 @@ def _attention(
     deterministic: bool,
     chapter: str,
 ) -> tuple[Tensor, Tensor]:
-    loaded = _resolve(chapter)
+    loaded = _resolve(chapter, q)
     # Backward would raise this too, but only after a forward pass spent for nothing.
     _deterministic(loaded, deterministic)
     return loaded.forward(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
@@ -99,7 +110,7 @@ def _attention_backward(
     deterministic: bool,
     chapter: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loaded = _resolve(chapter)
+    loaded = _resolve(chapter, q)
     return loaded.backward(
         q,
         k,

@@ -153,10 +153,17 @@ class Chapter:
             seed run on one thread and reproduce every bit; a seed shuffles blocks and threads.
         cpu_fallback: let CUDA tensors run on the CPU device, with a warning, where the GPU cannot: no
             toolkit to compile with, or a compute capability below the chapter's.
+        cpu_models: (major, minor) of the compute capability that the CPU device models, where tiles depend on
+            it; 9.0 by default.
     """
 
     def __init__(
-        self, info: ChapterInfo, *, schedule: str | int | None = None, cpu_fallback: bool = False
+        self,
+        info: ChapterInfo,
+        *,
+        schedule: str | int | None = None,
+        cpu_fallback: bool = False,
+        cpu_models: tuple[int, int] | None = None,
     ) -> None:
         if schedule not in _SCHEDULES and (
             isinstance(schedule, bool) or not isinstance(schedule, int) or schedule < 0
@@ -167,6 +174,7 @@ class Chapter:
         self.info = info
         self.schedule = schedule
         self.cpu_fallback = cpu_fallback
+        self.cpu_models = cpu_models
         self.digest = jit.source_digest(info.kernel)
         # Of the file as it is now, like the digest: a later edit is another chapter.
         self.has_backward = _defines(info.kernel, "launch_backward")
@@ -174,7 +182,7 @@ class Chapter:
         self._libraries: dict[tuple[torch.dtype, int, torch.device], jit.KernelLibrary] = {}
         self._forward_chapter: Chapter | None = None
         # How flash_attention's operator, which takes only plain values, refers to this object.
-        self.key = f"{info.name}@{self.digest}:{schedule}:{cpu_fallback}"
+        self.key = f"{info.name}@{self.digest}:{schedule}:{cpu_fallback}:{cpu_models}"
         _open_chapters[self.key] = self
 
     @property
@@ -198,7 +206,9 @@ class Chapter:
         self._check_supported(dtype, head_dim)
         key = (dtype, head_dim, device)
         if key not in self._libraries:
-            self._libraries[key] = jit.build(self.info.kernel, dtype, head_dim, device, self.digest)
+            self._libraries[key] = jit.build(
+                self.info.kernel, dtype, head_dim, device, self.digest, cpu_models=self.cpu_models
+            )
         return self._libraries[key]
 
     def _check_supported(self, dtype: torch.dtype, head_dim: int) -> None:
@@ -259,7 +269,14 @@ class Chapter:
                 info = chapters[info.builds_on] if info.builds_on is not None else first
             same = info is self.info
             self._forward_chapter = (
-                self if same else Chapter(info, schedule=self.schedule, cpu_fallback=self.cpu_fallback)
+                self
+                if same
+                else Chapter(
+                    info,
+                    schedule=self.schedule,
+                    cpu_fallback=self.cpu_fallback,
+                    cpu_models=self.cpu_models,
+                )
             )
         return self._forward_chapter
 
@@ -511,6 +528,7 @@ class Chapter:
             checked=True,
             optimize=optimize,
             max_grid_y=max_grid_y,
+            cpu_models=self.cpu_models,
         )
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
         layout = _workspace(library.name, backward, sizes, bool(is_causal), bool(deterministic))
@@ -600,7 +618,11 @@ def _uninitialised(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | No
 
 
 def load_chapter(
-    name: str | int, *, schedule: str | int | None = None, cpu_fallback: bool = False
+    name: str | int,
+    *,
+    schedule: str | int | None = None,
+    cpu_fallback: bool = False,
+    cpu_models: tuple[int, int] | None = None,
 ) -> Chapter:
     """Loads a chapter by name ("02_tiled"), or by number (2).
 
@@ -610,7 +632,7 @@ def load_chapter(
     chapters = list_chapters()
     for info in chapters:
         if name in (info.name, info.number, f"{info.number}", f"{info.number:02d}"):
-            return Chapter(info, schedule=schedule, cpu_fallback=cpu_fallback)
+            return Chapter(info, schedule=schedule, cpu_fallback=cpu_fallback, cpu_models=cpu_models)
     raise ValueError(f"there is no chapter {name!r}; there are {', '.join(info.name for info in chapters)}")
 
 
@@ -637,6 +659,10 @@ def open_chapter(key: str) -> Chapter:
     if key in _open_chapters:
         return _open_chapters[key]
     for chapter in reversed(_open_chapters.values()):
-        if chapter.name == key and chapter.schedule is None and not chapter.cpu_fallback:
+        if (
+            chapter.name == key
+            and chapter.schedule is chapter.cpu_models is None
+            and not chapter.cpu_fallback
+        ):
             return chapter
     return load_chapter(key)

@@ -40,16 +40,22 @@ def check_chapter(chapter: Chapter, problem: Problem, *, optimize: str = "-O1") 
     return report, x
 
 
-def compare_outputs(chapter: Chapter, problem: Problem, report: Report, x: Inputs) -> list[Comparison]:
-    """The results of a check against float64 on the same inputs."""
+def compare_outputs(
+    chapter: Chapter, problem: Problem, report: Report, x: Inputs, *, backward: bool | None = None
+) -> list[Comparison]:
+    """The results of a check against float64 on the same inputs.
+
+    ``backward``: which pass was checked; by default the backward pass, if the chapter has one.
+    """
     options = {"is_causal": problem.is_causal}
-    if chapter.has_backward:
+    backward = chapter.has_backward if backward is None else backward
+    if backward:
         forward = chapter.forward(x.q, x.k, x.v, **options)
         result = Gradients(*forward, *report.outputs)
     else:
         # Only out and lse are compared; any gradients do for the rest.
         result = Gradients(*report.outputs[:2], *(torch.zeros_like(t) for t in (x.q, x.k, x.v)))
-    names = ("dq", "dk", "dv") if chapter.has_backward else ("out", "lse")
+    names = ("dq", "dk", "dv") if backward else ("out", "lse")
     comparisons = compare(
         result, x.q, x.k, x.v, x.dout, **options, dq_rounded_every=chapter.info.dq_rounded_every
     )
@@ -75,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "chapter", metavar="NN", help="number or name of a chapter, or the path of a .cu file"
     )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="default: %(default)s")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: the first that the chapter takes")
     parser.add_argument("--seqlen", type=int, default=256, metavar="N", help="default: %(default)s")
     parser.add_argument("--seqlen-k", type=int, metavar="N", help="default: like --seqlen")
     parser.add_argument("--batch", type=int, default=1)
@@ -95,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.seqlen,
             options.seqlen if options.seqlen_k is None else options.seqlen_k,
             options.head_dim,
-            DTYPES[options.dtype],
+            DTYPES[options.dtype] if options.dtype else chapter.info.dtypes[0],
             options.causal,
             options.deterministic,
         )

@@ -29,6 +29,7 @@ from common.ladder import machine
 from common.measurements import FOLDER
 
 STORED_P, RECOMPUTED = "01_naive", "08_preprocess_delta"
+ON_TENSOR_CORES = "09_tensor_cores"  # the first chapter with a forward pass worth comparing with
 HEADS, HEAD_DIM, DTYPE = 8, 64, torch.bfloat16
 MEMORY_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 RATIO_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -237,8 +238,24 @@ def measure_atomics() -> dict[str, object]:
 # ---------------------------------------------------------------- forward against backward
 
 
+def chapter_passes(name: str, x: Inputs, is_causal: bool) -> tuple[float, float]:
+    """Seconds of a chapter's own forward and backward pass."""
+    chapter = load_chapter(name)
+    out, lse = chapter.forward(x.q, x.k, x.v, is_causal=is_causal)
+    forward = timing.median_seconds(
+        lambda: chapter.forward(x.q, x.k, x.v, is_causal=is_causal), torch.device("cuda")
+    )
+    backward = timing.median_seconds(
+        lambda: chapter.backward(x.q, x.k, x.v, out, x.dout, lse, is_causal=is_causal), torch.device("cuda")
+    )
+    return forward, backward
+
+
 def measure_ratio() -> dict[str, object]:
-    """Seconds of SDPA's forward and backward passes, about 16k tokens each."""
+    """Seconds of forward and backward passes of SDPA and of chapter 09, about 16k tokens each.
+
+    A chapter's row names the hash of its kernel under "source".
+    """
     device = torch.device("cuda")
     rows = []
     for head_dim in (64, 128):
@@ -274,6 +291,16 @@ def measure_ratio() -> dict[str, object]:
                             "backward_seconds": backward,
                         }
                     )
+                forward, backward = chapter_passes(ON_TENSOR_CORES, x, is_causal)
+                rows.append(
+                    rows[-1]
+                    | {
+                        "backend": ON_TENSOR_CORES,
+                        "forward_seconds": forward,
+                        "backward_seconds": backward,
+                        "source": jit.kernel_digest(load_chapter(ON_TENSOR_CORES).info.kernel),
+                    }
+                )
         print(f"ratio: head_dim {head_dim} done", flush=True)
     return {"rows": rows}
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from common.accuracy import DqError
     from common.chapters import Chapter
     from common.ladder import Ladder, Rung
+    from common.sweep import Sweep
 
 __all__ = [
     "H200",
@@ -49,6 +50,7 @@ __all__ = [
     "draw_memory",
     "draw_roofline",
     "draw_shared_access",
+    "draw_sweep",
     "draw_tiles",
     "draw_traffic",
 ]
@@ -282,6 +284,68 @@ def draw_ladder(ladder: Ladder, path: Path | None = None) -> Figure:
     figure.suptitle(
         f"{ladder.machine['device']}: {settings.dtype}, batch {settings.batch}, {settings.heads} heads, "
         f"head_dim {settings.head_dim}, {mask}; {ladder.machine['date']}",
+        fontsize=11,
+    )
+    if path is not None:
+        figure.savefig(path, dpi=110)
+    return figure
+
+
+# ---------------------------------------------------------------------------- beside PyTorch's kernels
+
+
+def draw_sweep(sweeps: Sequence[Sweep], path: Path | None = None) -> Figure:
+    """Backward speed against the sequence length, a panel for each sweep, on one scale.
+
+    Solid: chapters; dashed: PyTorch's SDPA backends; dash-dotted: its matrix product. A vertical bar leads
+    from the slowest to the fastest timing. ``path``: where to write it.
+    """
+    figure = new_figure(5.8 * len(sweeps), 5.2)
+    panels = figure.subplots(1, len(sweeps), sharey=True, squeeze=False)[0]
+    names = sorted(
+        {p.name for sweep in sweeps for p in sweep.points}, key=lambda n: (n.startswith("SDPA"), n)
+    )
+    ends: dict[Axes, list[EndLabel]] = {}
+    handles: dict[str, Line2D] = {}
+    for axes, sweep in zip(panels, sweeps, strict=True):
+        ends[axes] = []
+        for i, name in enumerate(names):
+            points = sorted((p for p in sweep.points if p.name == name), key=lambda p: p.seqlen)
+            if not points:
+                continue
+            sdpa = name.startswith("SDPA")
+            colour = "0.4" if sdpa else CURVE_COLOURS[i % len(CURVE_COLOURS)]
+            (handles[name],) = axes.plot(
+                [p.seqlen for p in points], [p.tflops for p in points],
+                label=name, color=colour, marker=MARKERS[i % len(MARKERS)], markersize=6,
+                linestyle="--" if sdpa else "-", markerfacecolor="white" if sdpa else colour,
+            )  # fmt: skip
+            for p in points:
+                fast, slow = (p.tflops * p.median_ms / ms for ms in (p.min_ms, p.max_ms))
+                axes.vlines(p.seqlen, slow, fast, color=colour, linewidth=1)
+            short = name.removeprefix("SDPA ") if sdpa else name.partition("_")[0]
+            ends[axes].append(EndLabel(points[-1].seqlen, points[-1].tflops, short, colour))
+        lengths_axis(axes, (p.seqlen for p in sweep.points), "sequence length N")
+        peak = sweep.matmul_tflops.get(sweep.settings.dtype)
+        if peak is not None:
+            handles["matrix product"] = axes.axhline(
+                peak, color=BLACK, linestyle=(0, (6, 2, 1, 2)), linewidth=1.2, label="matrix product"
+            )
+            ends[axes].append(EndLabel(axes.get_xlim()[1], peak, "matrix product", BLACK))
+        axes.set_title("causal" if sweep.settings.causal else "full", fontsize=11)
+    panels[0].set_ylabel("backward TFLOP/s")
+    panels[0].set_ylim(bottom=0)
+    for axes in panels:
+        label_ends(axes, ends[axes], fontsize=10)
+    shown = [name for name in [*names, "matrix product"] if name in handles]
+    figure.legend(
+        [handles[name] for name in shown], shown,
+        loc="outside lower center", ncols=4, fontsize=9, frameon=False,
+    )  # fmt: skip
+    s, machine = sweeps[0].settings, sweeps[0].machine
+    figure.suptitle(
+        f"{machine['device']}: {s.dtype}, {s.tokens:,} tokens, {s.heads} heads, head_dim {s.head_dim}; "
+        f"{machine['date']}",
         fontsize=11,
     )
     if path is not None:

@@ -155,6 +155,10 @@ class Formulas:
         values = self._values(problem)
         return {key: int(e.subs(values).doit()) for key, e in self.expressions.items()}
 
+    def symbol(self, name: str, problem: Problem) -> int:
+        """The value of one of the symbols for one problem. Raises KeyError if the formulas do not use it."""
+        return self._values(problem)[self._names[name]]
+
     def predict(self, problem: Problem) -> dict[str, TensorTraffic]:
         """Bytes by tensor, as ``Traffic.tensors`` has them; shared memory under "shared"."""
         result: dict[str, TensorTraffic] = {}

@@ -467,11 +467,13 @@ def build(
     checked: bool = False,
     optimize: str = "-O1",
     max_grid_y: int | None = None,
+    cpu_models: tuple[int, int] | None = None,
 ) -> KernelLibrary:
     """Builds and loads ``kernel`` for one dtype, head_dim and device.
 
     ``digest`` is ``source_digest(kernel)``. ``checked``: for the CPU device, and every access is seen;
-    ``optimize`` is then the compiler's level and ``max_grid_y`` a limit on gridDim.y. Raises ``BuildError``.
+    ``optimize`` is then the compiler's level and ``max_grid_y`` a limit on gridDim.y. ``cpu_models``: the
+    compute capability whose tiles the CPU device runs, 9.0 by default. Raises ``BuildError``.
     """
     defines = define_flags(dtype, head_dim)
     label = kernel.parent.name if kernel.name == "kernel.cu" else kernel.stem
@@ -499,6 +501,8 @@ def build(
         )
     else:
         device_library, runtime = load_cpu_device(checked=checked)
+        if cpu_models is not None:
+            binding_flags.append(f"-DFA2_COMPUTE_CAPABILITY={10 * cpu_models[0] + cpu_models[1]}")
         flags = [*_CPU_KERNEL_FLAGS, *binding_flags]
         if checked:
             flags = [*checked_flags(optimize), *binding_flags, "-g", f"-DFA2_WORKSPACE_GAP={1 << 16}"]

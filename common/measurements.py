@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import jit
 from common.ladder import Ladder, Rung, Settings
 from common.reference import Comparison
+from common.sweep import LeftOut, Point, Sweep, SweepSettings
 
 FOLDER = jit.REPO_ROOT / "notebooks" / "measurements"
 
 
-def file_name(settings: Settings, machine: dict[str, str]) -> str:
-    """Where a ladder is stored: one file for each GPU, dtype, head_dim and mask."""
+def file_name(kind: str, settings: Settings | SweepSettings, machine: dict[str, str]) -> str:
+    """Where a "ladder" or a "sweep" is stored: one file for each GPU, dtype, head_dim and mask."""
     device = re.sub(r"\W+", "_", machine["device"].lower())
     mask = "causal" if settings.causal else "full"
-    return f"ladder_{device}_{settings.dtype}_d{settings.head_dim}_{mask}.json"
+    return f"{kind}_{device}_{settings.dtype}_d{settings.head_dim}_{mask}.json"
+
+
+def is_current(name: str, source: str | None) -> bool:
+    """Whether a chapter's sources are still those that were measured; true of what is no chapter."""
+    kernel = jit.REPO_ROOT / "chapters" / name / "kernel.cu"
+    return source is None or (kernel.is_file() and jit.kernel_digest(kernel) == source)
+
+
+# ---------------------------------------------------------------------------- ladders
 
 
 @dataclass
@@ -40,20 +50,23 @@ def load_ladder(path: Path) -> StoredLadder:
     for entry in data["rungs"]:
         comparisons = [Comparison(**comparison) for comparison in entry["comparisons"]]
         rung = Rung(**(entry | {"comparisons": comparisons}))
-        kernel = jit.REPO_ROOT / "chapters" / rung.name / "kernel.cu"
-        if rung.source is None or (kernel.is_file() and jit.kernel_digest(kernel) == rung.source):
+        if is_current(rung.name, rung.source):
             rungs.append(rung)
         else:
             stale.append(rung.name)
     return StoredLadder(settings, data["machine"], rungs, stale=sorted(set(stale)))
 
 
+def _store(kind: str, measured: Ladder | Sweep, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / file_name(kind, measured.settings, measured.machine)
+    path.write_text(measured.to_json() + "\n")
+    return path
+
+
 def store_ladder(ladder: Ladder, folder: Path = FOLDER) -> Path:
     """Writes a measured ladder, in place of an earlier one of the same kind. Returns the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / file_name(ladder.settings, ladder.machine)
-    path.write_text(ladder.to_json() + "\n")
-    return path
+    return _store("ladder", ladder, folder)
 
 
 def load_ladders(folder: Path = FOLDER) -> list[StoredLadder]:
@@ -67,4 +80,45 @@ def find_ladder(dtype: str, head_dim: int, causal: bool) -> StoredLadder | None:
         s = ladder.settings
         if (s.dtype, s.head_dim, s.causal) == (dtype, head_dim, causal):
             return ladder
+    return None
+
+
+# ---------------------------------------------------------------------------- sweeps
+
+
+@dataclass
+class StoredSweep(Sweep):
+    """A sweep as it was measured. Points whose sources have changed since are not in it."""
+
+    stale: list[str] = field(default_factory=list)  # names of the chapters that were edited since
+
+
+def load_sweep(path: Path) -> StoredSweep:
+    """Reads a stored sweep, without the measurements of kernels that have been edited since."""
+    data = json.loads(path.read_text())
+    settings = SweepSettings(**(data["settings"] | {"seqlens": tuple(data["settings"]["seqlens"])}))
+    points = [Point(**entry) for entry in data["points"]]
+    return StoredSweep(
+        settings,
+        data["machine"],
+        data["matmul_tflops"],
+        data["state"],
+        [point for point in points if is_current(point.name, point.source)],
+        [LeftOut(**entry) for entry in data["left_out"]],
+        stale=sorted({point.name for point in points if not is_current(point.name, point.source)}),
+    )
+
+
+def store_sweep(sweep: Sweep, folder: Path = FOLDER) -> Path:
+    """Writes a measured sweep, in place of an earlier one of the same kind. Returns the file."""
+    return _store("sweep", sweep, folder)
+
+
+def find_sweep(dtype: str, head_dim: int, causal: bool, folder: Path = FOLDER) -> StoredSweep | None:
+    """The stored sweep of one dtype ("bf16" …), head_dim and mask, or None if it was not measured."""
+    for path in sorted(folder.glob("sweep_*.json")):
+        sweep = load_sweep(path)
+        s = sweep.settings
+        if (s.dtype, s.head_dim, s.causal) == (dtype, head_dim, causal):
+            return sweep
     return None

@@ -86,7 +86,8 @@ def measure(
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise jit.BuildError(f"{info.name} does not compile for sm_{arch}", result.stderr)
-    shared = _dynamic_shared(load_chapter(info.name), dtype, head_dim)
+    models = (int(arch.rstrip("a")) // 10, int(arch.rstrip("a")) % 10)
+    shared = _dynamic_shared(load_chapter(info.name, cpu_models=models), dtype, head_dim)
     found = []
     for entry in result.stderr.split("Compiling entry function")[1:]:
         name = re.search(r"'(\S+)'", entry)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -42,6 +44,75 @@ def median_seconds(
         if spent > limit:
             break
     return statistics.median(times)
+
+
+def start_calls(function: Callable[[], object], calls: int, device: torch.device) -> Callable[[], float]:
+    """Starts ``calls`` calls back to back. What it returns waits for them, and gives the seconds of one.
+
+    On a GPU the calls are only queued, so that one kernel follows the other without a gap.
+    """
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            function()
+        end.record()
+
+        def seconds() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end) / 1000 / calls
+
+        return seconds
+    started = time.perf_counter()
+    for _ in range(calls):
+        function()
+    spent = time.perf_counter() - started
+    return lambda: spent / calls
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call, over the repetitions. calls: how many calls one repetition averages."""
+
+    median: float
+    low: float
+    high: float
+    calls: int
+
+
+def interleaved_timings(
+    functions: Mapping[str, Callable[[], object]],
+    start: Callable[[Callable[[], object], int], Callable[[], float]],
+    *,
+    repeats: int = 7,
+    target: float = 0.010,
+    max_calls: int = 20,
+) -> dict[str, Timing]:
+    """Times functions in turns, so that heat and clocks hit all alike. They must have run once before.
+
+    Each repetition times every function once, forwards and backwards by turns, so that none always follows
+    the same other one. A function is called often enough for a repetition of it to last ``target`` seconds,
+    at most ``max_calls`` times. One repetition warms up and is not counted.
+
+    ``start``: starts that many calls of a function; see ``start_calls``.
+    """
+    calls = {}
+    for name, function in functions.items():
+        once = start(function, 2)()
+        calls[name] = min(max_calls, max(1, math.ceil(target / once))) if once > 0 else max_calls
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(-1, repeats):
+        order = list(functions) if repeat % 2 else list(reversed(functions))
+        # All are started before the first is waited for: the GPU never idles within a repetition.
+        started = {name: start(functions[name], calls[name]) for name in order}
+        for name, wait in started.items():
+            spent = wait()
+            if repeat >= 0:
+                seconds[name].append(spent)
+    return {
+        name: Timing(statistics.median(found), min(found), max(found), calls[name])
+        for name, found in seconds.items()
+    }
 
 
 def backward_flops(

@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -27,15 +28,20 @@ from common.formulas import Problem
 from common.inputs import random_inputs
 from common.jit import REPO_ROOT, BuildError
 
-RULES = ("barrier", "guard", "shared array", "last row", "zeroing")
+RULES = ("barrier", "guard", "shared array", "last row", "zeroing", "wait", "stage", "swizzle", "transpose")
 # Ragged in both directions, several tiles and heads; a block has several tiles of its own to walk over.
 PROBLEM = Problem(1, 2, 77, 70, 16, torch.float32)
+# The same for the larger tiles of chapters with tensor cores; so many queries that a pipeline comes round.
+LARGE_PROBLEM = Problem(1, 1, 390, 150, 16, torch.float16)
 MAX_GRID_Y = 2
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A chapter's kernel with one change. line, before, after: of the changed line, for people."""
+    """A chapter's kernel with one change. line, before, after: of the changed line, for people.
+
+    ``removed`` is the text that is gone.
+    """
 
     chapter: str
     rule: str
@@ -43,6 +49,7 @@ class Mutant:
     line: int
     before: str
     after: str
+    removed: str
     source: str
 
     @property
@@ -56,24 +63,25 @@ class Mutant:
 class Harmless:
     """A mutant that changes nothing anybody could notice, and why."""
 
-    chapter: str  # regular expressions, as the next two
+    chapter: str  # regular expressions, as the next three
     rule: str
+    removed: str
     before: str
     reason: str
 
 
 HARMLESS = [
     Harmless(
-        ".*", "guard", r"m_start \+ row < params\.seqlen_q( &&|$)",
+        ".*", "guard", r"m_start \+ row < params\.seqlen_q", "visible",  # the mask, not a store
         "rows past the last query are loaded as zeros, so what P and dS hold there is multiplied by 0; the "
         "guard keeps out the NaN that an infinity in K or V would make of it",
     ),
     Harmless(
-        "01.*", "guard", r"col < num_keys \?",
+        "01.*", "guard", r"col < num_keys", ".*",
         "P is 0 where the mask hides the key, and so is its product with a finite dP",
     ),
     Harmless(
-        "(?!03).*", "guard", r"col < num_cols", "only 03 loads tiles of a matrix that may be narrower"
+        "(?!03).*", "guard", r"col < num_cols", ".*", "only 03 loads tiles of a matrix that may be narrower"
     ),
 ]  # fmt: skip
 
@@ -84,6 +92,7 @@ def why_harmless(mutant: Mutant) -> str | None:
         if (
             re.fullmatch(entry.chapter, mutant.chapter)
             and re.fullmatch(entry.rule, mutant.rule)
+            and re.fullmatch(entry.removed, mutant.removed)
             and re.search(entry.before, mutant.before)
         ):
             return entry.reason
@@ -100,8 +109,18 @@ _GUARD = re.compile(rf"{_LEFT} < (?:{_SIZE}(?!\w|\.)|{_VISIBLE}|kBlockM\b)|[\w.]
 
 def _changes(text: str) -> Iterator[tuple[str, int, int, str]]:
     """(rule, start, end, replacement) of every place that a rule applies to."""
-    for match in re.finditer(r"__sync(?:threads|warp)\(\);", text):
+    for match in re.finditer(r"__sync(?:threads|warp)\(\);|barrier_sync\([^)]*\);", text):
         yield "barrier", *match.span(), ""
+    for match in re.finditer(r"cp_async_wait<\d>\(\);", text):
+        yield "wait", *match.span(), ""
+    for match in re.finditer(r"(?<=\[)i(?= % kStages)", text):
+        yield "stage", *match.span(), "(i + 1)"
+    for match in re.finditer(r"(?<=1 - )stage(?=\))|(?<=\[)stage(?=\])", text):
+        yield "stage", *match.span(), "(1 - stage)"
+    for match in re.finditer(r"swizzle<\w+>\((?:first_)?row, (col)\)", text):
+        yield "swizzle", *match.span(), match.group(1)
+    for match in re.finditer(r"\bldmatrix(_trans)?(?=\()", text):
+        yield "transpose", *match.span(), "ldmatrix" if match.group(1) else "ldmatrix_trans"
     for match in _GUARD.finditer(text):
         start, end = match.span()
         line_start = text.rfind("\n", 0, start) + 1
@@ -146,6 +165,7 @@ def _mutants_of_file(info: ChapterInfo, path: Path, kernel: str) -> Iterator[Mut
             text.count("\n", 0, start) + 1,
             text[line_start:line_end].strip(),
             (text[line_start:start] + replacement + text[end:line_end]).strip(),
+            text[start:end],
             source,
         )
 
@@ -162,6 +182,14 @@ def mutants_of(info: ChapterInfo) -> list[Mutant]:
 # ---------------------------------------------------------------- who sees it
 
 
+def _passes(info: ChapterInfo) -> list[bool]:
+    """Of backward (True) and forward (False) those that the kernel file itself has."""
+    text = info.kernel.read_text()
+    return [
+        backward for backward in (True, False) if f"launch_{'backward' if backward else 'forward'}(" in text
+    ]
+
+
 def verdict(mutant: Mutant, folder: Path) -> str:
     """Who notices a mutant: "compiler", a tool of the checker, "numbers", or "nobody"."""
     original = load_chapter(mutant.chapter)
@@ -170,21 +198,23 @@ def verdict(mutant: Mutant, folder: Path) -> str:
     file.write_text(mutant.source)
     chapter = load_kernel(file)
     chapter.info = replace(info, kernel=file)
-    problems = [PROBLEM, replace(PROBLEM, is_causal=True)]
+    first = PROBLEM if PROBLEM.dtype in info.dtypes else LARGE_PROBLEM
+    problems = [first, replace(first, is_causal=True)]
     if info.deterministic == "flag":
-        problems.append(replace(PROBLEM, is_causal=True, deterministic=True))
-    for problem in problems:
+        problems.append(replace(first, is_causal=True, deterministic=True))
+    if first is LARGE_PROBLEM:
+        problems.append(replace(first, head_dim=72))  # wide rows take other ways
+    for problem, backward in product(problems, _passes(info)):
         p = problem
         x = random_inputs(p.batch, p.num_heads, p.seqlen_q, p.head_dim, seqlen_k=p.seqlen_k, dtype=p.dtype)
+        options = {"is_causal": p.is_causal, "max_grid_y": MAX_GRID_Y}
         saved = ()
-        if original.has_backward:
+        if backward:
             out, lse = original.forward(x.q, x.k, x.v, is_causal=p.is_causal)
             saved = (out, x.dout, lse)
+            options["deterministic"] = p.deterministic
         try:
-            report = chapter.check(
-                x.q, x.k, x.v, *saved, is_causal=p.is_causal, deterministic=p.deterministic,
-                max_grid_y=MAX_GRID_Y,
-            )  # fmt: skip
+            report = chapter.check(x.q, x.k, x.v, *saved, **options)
         except BuildError as error:
             if "does not compile" not in str(error):
                 raise
@@ -193,7 +223,7 @@ def verdict(mutant: Mutant, folder: Path) -> str:
             return report.findings[0].tool
         if report.error is not None:
             return "error"
-        if any(not c.ok for c in compare_outputs(original, problem, report, x)):
+        if any(not c.ok for c in compare_outputs(original, problem, report, x, backward=backward)):
             return "numbers"
     return "nobody"
 

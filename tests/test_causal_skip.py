@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import backward_chapters, draw, run_and_check
+from helpers import backward_chapters, draw, nearest_build, run_and_check
 
 from common import Chapter, load_kernel
+from common.formulas import Problem
 from common.reference import visible_mask
 from common.tiles import TileCount, count_tiles
 
@@ -39,7 +41,9 @@ def counting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     source = source.replace("\nnamespace {\n", COUNTER + "\nnamespace {\n", 1)
     path = tmp_path_factory.mktemp("counting") / f"{info.name}.cu"
     path.write_text(source)
-    return load_kernel(path)
+    chapter = load_kernel(path)
+    chapter.info = replace(info, kernel=path)
+    return chapter
 
 
 def counted(chapter: Chapter, dtype: torch.dtype, head_dim: int) -> ctypes.Array:
@@ -72,15 +76,18 @@ def test_count_is_that_of_the_mask(shape: tuple[int, int], blocks: tuple[int, in
     assert count_tiles(*shape, *blocks, is_causal) == by_brute_force(*shape, *blocks, is_causal)
 
 
-@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 32), (128, 16)], ids=["square", "kBlockM_16"])
-def test_kernel_visits_exactly_these_tiles(counting: Chapter, head_dim: int, block_m: int) -> None:
-    counts = counted(counting, torch.float32, head_dim)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernel_visits_exactly_these_tiles(counting: Chapter, head_dim: int) -> None:
+    dtype, head_dim = nearest_build(counting, torch.float32, head_dim)
+    counts = counted(counting, dtype, head_dim)
+    problem = Problem(1, 2, 1, 1, head_dim, dtype)
+    block_m, block_n = (counting.info.formulas("backward").symbol(name, problem) for name in ("B_r", "B_c"))
     for seqlen_q, seqlen_k in SHAPES:
         for is_causal in (False, True):
             inputs = draw(1, 2, seqlen_q, seqlen_k, chapter=counting, head_dim=head_dim)
             counts[0] = counts[1] = 0
             run_and_check(counting, inputs, is_causal=is_causal)
-            expected = count_tiles(seqlen_q, seqlen_k, block_m, 32, is_causal)
+            expected = count_tiles(seqlen_q, seqlen_k, block_m, block_n, is_causal)
             assert (counts[0], counts[1]) == (2 * expected.visited, 2 * expected.masked)
 
 

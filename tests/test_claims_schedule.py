@@ -12,7 +12,7 @@ from common.claims import CONDITION, FAILS, HOLDS, WAITS, all_claims
 from common.jit import REPO_ROOT
 
 EXPECTED = {
-    8: HOLDS, 13: WAITS, 14: CONDITION, 19: HOLDS, 23: HOLDS, 24: WAITS, 25: CONDITION, 26: WAITS,
+    8: HOLDS, 13: CONDITION, 14: CONDITION, 19: HOLDS, 23: HOLDS, 24: WAITS, 25: CONDITION, 26: CONDITION,
     27: HOLDS, 31: HOLDS,
 }  # fmt: skip
 
@@ -86,6 +86,45 @@ def test_references_can_be_looked_up_in_a_checkout(tmp_path: Path) -> None:
     kernel.write_text("mbarrier\n" + kernel.read_text())
     missing = schedule.references_missing_in(tmp_path)
     assert len(missing) == 6  # five lines have moved, and there is an mbarrier
+
+
+def test_the_skeleton_without_its_barrier_does_not_work(tmp_path: Path) -> None:
+    kernel = planted(tmp_path, "09_tensor_cores", "__syncthreads();  // P and dS are complete", "")
+    assert schedule.skeleton(kernel).verdict == FAILS
+
+
+def test_what_lanes_hold_is_what_they_need_of_p_but_not_of_its_transpose() -> None:
+    held, needed = schedule.accumulator_places, schedule.operand_places
+    assert schedule.lanes_with_pairs(held, needed) == 1
+    places = [(row, col) for lane in range(32) for row, col in held(lane)]
+    assert sorted(places) == [(row, col) for row in range(16) for col in range(16)]
+    assert schedule.lanes_with_pairs(held, lambda lane: {(c, r) for r, c in needed(lane)}) < 1
+
+
+def ratio_row(backend: str, seqlen: int, ratio: float, **more: str) -> dict[str, object]:
+    return {"backend": backend, "head_dim": 64, "is_causal": False, "seqlen": seqlen,
+            "forward_seconds": 1.0, "backward_seconds": ratio, **more}  # fmt: skip
+
+
+def test_the_ratio_waits_for_measurements() -> None:
+    assert schedule.judge_ratio(None, "known").verdict == WAITS
+
+
+def test_the_ratio_is_judged_by_long_sequences() -> None:
+    machine = {"device": "card", "date": "today"}
+    rows = [ratio_row("FLASH", 512, 9.0), ratio_row("FLASH", 4096, 3.0)]
+    assert schedule.judge_ratio({"machine": machine, "rows": rows}, "").verdict == CONDITION
+    rows.append(ratio_row("FLASH", 8192, 2.0))
+    assert schedule.judge_ratio({"machine": machine, "rows": rows}, "").verdict == FAILS
+
+
+def test_ratios_of_an_edited_chapter_are_left_out() -> None:
+    assert not schedule.ratio_ranges(
+        [ratio_row("09_tensor_cores", 512, 3.0, source="old")], "09_tensor_cores"
+    )
+    digest = schedule.kernel_digest(schedule._TENSOR_CORES)
+    rows = [ratio_row("09_tensor_cores", 512, 3.0, source=digest)]
+    assert schedule.ratio_ranges(rows, "09_tensor_cores") == {"d = 64 full": (3.0, 3.0)}
 
 
 @pytest.mark.parametrize(

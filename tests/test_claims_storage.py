@@ -14,7 +14,7 @@ from common import experiments
 from common.claims import CONDITION, FAILS, HOLDS, WAITS, all_claims
 
 EXPECTED = {
-    1: CONDITION, 2: HOLDS, 3: HOLDS, 10: HOLDS, 11: HOLDS, 12: FAILS, 15: WAITS, 16: CONDITION,
+    1: CONDITION, 2: HOLDS, 3: HOLDS, 10: HOLDS, 11: HOLDS, 12: FAILS, 15: CONDITION, 16: CONDITION,
     18: CONDITION, 20: HOLDS, 28: CONDITION, 29: CONDITION, 30: CONDITION,
 }  # fmt: skip
 CHECKS = {c.number: c.check for c in all_claims() if c.check.__module__ == storage.__name__}
@@ -123,6 +123,12 @@ def test_a_missing_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = storage.scale_placements()
     monkeypatch.setattr(storage, "scale_placements", lambda: {**real, "on dS": real["nowhere"]})
     assert CHECKS[28]().verdict == FAILS
+
+
+def test_tiles_that_are_not_those_of_the_list_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = storage._checked
+    monkeypatch.setattr(storage, "_checked", lambda name, *rest: checked("08_preprocess_delta"))
+    assert CHECKS[15]().verdict == FAILS
 
 
 def test_what_bounds_depends_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,14 +31,17 @@ def test_kernel_knows_neither_torch_nor_the_cpu(info: ChapterInfo) -> None:
 @EACH_CHAPTER
 def test_every_barrier_says_what_it_protects(info: ChapterInfo) -> None:
     lines = info.kernel.read_text().splitlines()
-    barriers = [line for line in lines if re.search(r"__sync(threads|warp)\(", line)]
-    assert [line for line in barriers if not re.search(r"\);  // \w+", line)] == []
+    barriers = [line for line in lines if re.search(r"__sync(threads|warp)\(|barrier_sync\(", line)]
+    above = dict(zip(lines[1:], lines, strict=False))
+    unsaid = [line for line in barriers if not re.search(r"\);  // \w+", line)]
+    assert [line for line in unsaid if not above[line].strip().startswith("// ")] == []
 
 
 @EACH_CHAPTER
 def test_kernel_file_is_short_and_starts_with_what_it_is(info: ChapterInfo) -> None:
     lines = info.kernel.read_text().splitlines()
-    assert len(lines) <= 300
+    # Pipelines and roles take their space.
+    assert len(lines) <= (300 if info.number <= 8 else 850)
     header = next(i for i, line in enumerate(lines) if not line.startswith("//"))
     assert 5 <= header <= 25
     assert lines[0].startswith(f"// {info.name}: ")
@@ -46,9 +49,11 @@ def test_kernel_file_is_short_and_starts_with_what_it_is(info: ChapterInfo) -> N
 
 @EACH_CHAPTER
 def test_main_loop_is_numbered(info: ChapterInfo) -> None:
-    steps = re.findall(r"// (\d)\. .*=", info.kernel.read_text())
-    assert steps[:1] == ["1"]
-    assert sorted(steps) == sorted(set(steps))
+    passes = re.split(r"^// -+ backward$", info.kernel.read_text(), flags=re.MULTILINE)
+    for text in passes:
+        steps = [int(step) for step in re.findall(r"// (\d)\. .*=", text)]
+        assert sorted(steps) == list(range(1, len(steps) + 1)), steps
+        assert len(steps) >= 3
 
 
 @EACH_CHAPTER

@@ -13,6 +13,7 @@
 // Grid: (batch · num_heads, splits; without deterministic, blocks of keys; forward: blocks of queries).
 // Block: 4 warps. Shared memory: Q, dO, K, V tiles and the tiles of P and dS, 16-bit.
 // Global scratch: delta, dq_accum.
+#include "common/cuda/alignment.h"
 #include "common/cuda/attention.h"
 #include "common/cuda/launch.h"
 #include "common/cuda/tensor_core.h"
@@ -446,6 +447,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 void describe_workspace(const ForwardParams&, WorkspaceLayout&) {}
 
 cudaError_t launch_forward(const ForwardParams& params, void*, cudaStream_t stream) {
+  if (!rows_are_aligned(params)) return cudaErrorInvalidValue;
   const int num_m_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   return launch(forward_kernel, head_grid(params, num_m_blocks), dim3(kNumThreads),
                 sizeof(SharedMemory), stream, params);
@@ -458,6 +460,7 @@ void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
 }
 
 cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+  if (!rows_are_aligned(params)) return cudaErrorInvalidValue;
   WorkspaceLayout layout;
   describe_workspace(params, layout);
   float* delta = layout.find<float>(workspace, "delta");

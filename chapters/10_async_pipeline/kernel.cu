@@ -14,6 +14,7 @@
 //
 // Grid: (batch · num_heads · blocks of keys; with deterministic, splits). Block: a warp for every 16 keys.
 // Shared memory: K, V; two stages of Q, dO, dS. Global scratch: lse_log2, neg_delta, dq_accum.
+#include "common/cuda/alignment.h"
 #include "common/cuda/architecture.h"
 #include "common/cuda/async_copy.h"
 #include "common/cuda/attention.h"
@@ -25,8 +26,7 @@ namespace {
 
 static_assert(sizeof(Element) == 2, "tensor cores multiply fp16 or bf16 here; for fp32 use 08");
 
-constexpr int kPaddedDim =
-    kHeadDim <= 64 ? 64 : 128;  // a row of a tile is one or two times 128 bytes
+constexpr int kPaddedDim = kHeadDim <= 64 ? 64 : 128;  // a tile's row is 128 or 256 bytes
 constexpr int kNumStages = 2;
 constexpr int kMaxSplits = 8;  // with deterministic
 constexpr float kLog2e = 1.44269504f;
@@ -36,9 +36,8 @@ struct TileShape {
   int m, n;
 };
 constexpr TileShape tile_shape() {
-  const bool is_large = kMaxSharedBytes >= 163 * 1024;  // compute capability 8.0 and 9.0
-  if (kPaddedDim == 64) return is_large ? TileShape{128, 128} : TileShape{64, 128};
-  return is_large ? TileShape{64, 128} : TileShape{32, 64};
+  if (kPaddedDim == 64) return TileShape{kMaxSharedBytes >= 227 * 1024 ? 128 : 64, 128};
+  return kMaxSharedBytes >= 163 * 1024 ? TileShape{64, 128} : TileShape{32, 64};
 }
 constexpr int kBlockM = tile_shape().m;
 constexpr int kBlockN = tile_shape().n;
@@ -378,7 +377,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     copy_statistics(smem.lse_log2[stage], lse_log2 + padded_row + m_start);
     copy_statistics(smem.neg_delta[stage], neg_delta + padded_row + m_start);
   };
-  // 7. dQ_accum += dS K, of the tile before: by then the other warps' keys are there
+  // dQ_accum += dS K, of one tile
   const auto add_dq = [&](int m_block, int stage) {
     constexpr int kTilesAcross = kPaddedDim / kColsDq;
     const int row = warp / kTilesAcross * kRowsDq, col = warp % kTilesAcross * kColsDq;
@@ -474,6 +473,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     add_product_ra(acc_dv, p, smem.sdO[stage], lane_offset);
     // 6. dK += dSᵀ Q  [16, kPaddedDim]
     add_product_ra(acc_dk, ds, smem.sQ[stage], lane_offset);
+    // 7. dQ_accum += dS K, of the tile before: by then the other warps' keys are there
     if (i > 0 && !dq_first) add_dq(m_blocks[i - 1], 1 - stage);
   }
 
@@ -519,6 +519,7 @@ void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
 }
 
 cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+  if (!rows_are_aligned(params)) return cudaErrorInvalidValue;
   WorkspaceLayout layout;
   describe_workspace(params, layout);
   float* lse_log2 = layout.find<float>(workspace, "lse_log2");

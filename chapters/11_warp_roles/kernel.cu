@@ -15,6 +15,7 @@
 //
 // Grid and global scratch: as in 10. Block: two warps for every 32 keys.
 // Shared memory: K, V; two stages of dO, P, dS; three of Q.
+#include "common/cuda/alignment.h"
 #include "common/cuda/architecture.h"
 #include "common/cuda/async_copy.h"
 #include "common/cuda/attention.h"
@@ -27,9 +28,8 @@ namespace {
 
 static_assert(sizeof(Element) == 2, "tensor cores multiply fp16 or bf16 here; for fp32 use 08");
 
-constexpr int kPaddedDim =
-    kHeadDim <= 64 ? 64 : 128;  // a row of a tile is one or two times 128 bytes
-constexpr int kMaxSplits = 8;   // with deterministic
+constexpr int kPaddedDim = kHeadDim <= 64 ? 64 : 128;  // a tile's row is 128 or 256 bytes
+constexpr int kMaxSplits = 8;                          // with deterministic
 constexpr float kLog2e = 1.44269504f;
 
 // The largest tiles that fit: queries and keys.
@@ -469,12 +469,12 @@ struct Block {
   __device__ bool is_masked(int i) const {
     return needs_mask(params, m_blocks[i] * kBlockM, n_start);
   }
-  // Sets to `value` what is hidden of the 16x8 elements at keys 16 row, queries 8 col of tile i.
-  __device__ void hide(float (&x)[4], int i, int row, int col, float value) const {
+  // Sets to zero what is hidden of the 16x8 elements at keys 16 row, queries 8 col of tile i.
+  __device__ void hide(float (&x)[4], int i, int row, int col) const {
     const Mask mask(params, m_blocks[i] * kBlockM + lane % 4 * 2, n_start + 32 * pair + lane / 4);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (mask.hides(8 * col + e % 2, 16 * row + e / 2 * 8)) x[e] = value;
+      if (mask.hides(8 * col + e % 2, 16 * row + e / 2 * 8)) x[e] = 0.0f;
     }
   }
   // The numbers of two neighbouring queries that this lane's elements belong to.
@@ -482,7 +482,7 @@ struct Block {
     return *reinterpret_cast<const float2*>(tile + 8 * col + lane % 4 * 2);
   }
 
-  // 7. dQ_accum += dS K, of tile i, the share of one warp
+  // dQ_accum += dS K, of tile i, the share of one warp
   __device__ void add_dq(int i, int warp) const {
     constexpr int kTilesAcross = kPaddedDim / kColsDq;
     const int row = warp / kTilesAcross * kRowsDq, col = warp % kTilesAcross * kColsDq;
@@ -583,6 +583,8 @@ __device__ void p_role(const Block& block, Element* dv) {
       for (int e = 0; e < 4; ++e) {
         x[half][e] = fast_exp2(fmaf(s[e], scale_log2, e % 2 == 0 ? lse[half].x : lse[half].y));
       }
+      // After the scale, which may be zero or negative, for then no score would be low enough.
+      if (kMasked) block.hide(x[half], i, row, 2 * j + half);
       p[j][row][2 * half] = pack<Element>(x[half][0], x[half][1]);
       p[j][row][2 * half + 1] = pack<Element>(x[half][2], x[half][3]);
       if (half == 1) {
@@ -600,21 +602,11 @@ __device__ void p_role(const Block& block, Element* dv) {
             for (int n = 0; n < 16; ++n) acc[n / 8][n / 4 % 2][n % 4] = 0.0f;
           },
           [&](int j, int part, float (&acc)[2][2][4]) {
-            if (kMasked && part == 0) {
-#pragma unroll
-              for (int n = 0; n < 4; ++n)
-                block.hide(acc[n / 2][n % 2], i, n / 2, 2 * j + n % 2, -INFINITY);
-            }
             exponentiate(j, part / 2, part % 2, acc[part / 2][part % 2]);
           });
     } else {
       float acc_s[2][kBlockM / 8][4] = {};
       add_product_bt(acc_s, smem.sK + 32 * block.pair, sQ, block.lane_offset);
-      if (kMasked) {
-#pragma unroll
-        for (int n = 0; n < kBlockM / 4; ++n)
-          block.hide(acc_s[n % 2][n / 2], i, n % 2, n / 2, -INFINITY);
-      }
 #pragma unroll
       for (int j = 0; j < kSlices; ++j) {
 #pragma unroll
@@ -626,7 +618,6 @@ __device__ void p_role(const Block& block, Element* dv) {
   float acc_dv[2][kPaddedDim / 8][4] = {};
   with_mask(block.is_masked(0), [&](auto is_masked) { make_p(0, is_masked); });
   for (int i = 0; i < block.m_blocks.count; ++i) {
-    cp_async_wait<0>();
     // P(i), dS(i - 1) and the tiles dO(i) and Q(i + 1) are complete; P(i - 1), dS(i - 2), dO(i - 1) and Q(i - 1)
     // are not read any more.
     barrier_sync(0, kNumThreads);
@@ -635,9 +626,9 @@ __device__ void p_role(const Block& block, Element* dv) {
     if (i + 1 < block.m_blocks.count) {
       with_mask(block.is_masked(i + 1), [&](auto is_masked) { make_p(i + 1, is_masked); });
     }
+    // 7. dQ_accum += dS K, of the tile before: by then the other warps' keys are there
     if (i > 0) block.add_dq(i - 1, block.pair);
   }
-  cp_async_wait<0>();
   barrier_sync(0, kNumThreads);  // dS of the last tile is complete
   block.add_dq(block.m_blocks.count - 1, block.pair);
   barrier_sync(0, kNumThreads);  // sK is not read any more
@@ -673,10 +664,10 @@ __device__ void ds_role(const Block& block, Element* dk) {
                  ds[j][row]);
       }
     };
-    const auto start_at_minus_delta = [&](float (&acc)[4], int col) {
+    const auto start_at_minus_delta = [&](float (&upper)[4], float (&lower)[4], int col) {
       const float2 x = block.statistics(smem.neg_delta[i % kStages], col);
-      acc[0] = acc[2] = x.x;
-      acc[1] = acc[3] = x.y;
+      upper[0] = upper[2] = lower[0] = lower[2] = x.x;
+      upper[1] = upper[3] = lower[1] = lower[3] = x.y;
     };
     const auto load_p = [&](int j, int row) {
       return CrossingP{smem.sP_high[i % kStages][block.pair][j][row][block.lane],
@@ -693,15 +684,14 @@ __device__ void ds_role(const Block& block, Element* dk) {
             values, sdO, block.lane_offset,
             [&](int j, float (&acc)[2][2][4]) {
 #pragma unroll
-              for (int n = 0; n < 4; ++n) start_at_minus_delta(acc[n / 2][n % 2], 2 * j + n % 2);
+              for (int n = 0; n < 2; ++n) start_at_minus_delta(acc[0][n], acc[1][n], 2 * j + n);
 #pragma unroll
               for (int row = 0; row < 2; ++row) crossing[j % 2][row] = load_p(j, row);
             },
             [&](int j, int part, float (&acc)[2][2][4]) {
               if (kMasked && part == 0) {
 #pragma unroll
-                for (int n = 0; n < 4; ++n)
-                  block.hide(acc[n / 2][n % 2], i, n / 2, 2 * j + n % 2, 0.0f);
+                for (int n = 0; n < 4; ++n) block.hide(acc[n / 2][n % 2], i, n / 2, 2 * j + n % 2);
               }
               if (part % 2 == 0) join(p, crossing[j % 2][part / 2]);
               make_ds(j, part / 2, part % 2, p, acc[part / 2][part % 2]);
@@ -709,12 +699,13 @@ __device__ void ds_role(const Block& block, Element* dk) {
       } else {
         float acc_dp[2][kBlockM / 8][4];
 #pragma unroll
-        for (int n = 0; n < kBlockM / 4; ++n) start_at_minus_delta(acc_dp[n % 2][n / 2], n / 2);
+        for (int col = 0; col < kBlockM / 8; ++col) {
+          start_at_minus_delta(acc_dp[0][col], acc_dp[1][col], col);
+        }
         add_product_bt(acc_dp, smem.sV + 32 * block.pair, sdO, block.lane_offset);
         if (kMasked) {
 #pragma unroll
-          for (int n = 0; n < kBlockM / 4; ++n)
-            block.hide(acc_dp[n % 2][n / 2], i, n % 2, n / 2, 0.0f);
+          for (int n = 0; n < kBlockM / 4; ++n) block.hide(acc_dp[n % 2][n / 2], i, n % 2, n / 2);
         }
         constexpr int kAhead = 3;  // P is loaded so many steps before it is needed
         CrossingP crossing[kAhead + 1];
@@ -745,7 +736,6 @@ __device__ void ds_role(const Block& block, Element* dk) {
     if (i + 1 < block.m_blocks.count) block.copy_delta(i + 1);
     cp_async_commit();
   }
-  cp_async_wait<0>();
   barrier_sync(0, kNumThreads);  // dS of the last tile is complete
   block.add_dq(block.m_blocks.count - 1, warp_dq);
   barrier_sync(0, kNumThreads);  // sK is not read any more
@@ -813,6 +803,7 @@ void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
 }
 
 cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+  if (!rows_are_aligned(params)) return cudaErrorInvalidValue;
   WorkspaceLayout layout;
   describe_workspace(params, layout);
   float* lse_log2 = layout.find<float>(workspace, "lse_log2");

@@ -1,0 +1,64 @@
+"""Chapters whose tiles depend on the architecture: the CPU device runs those of each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import backward_chapters, draw, run_and_check, same_bits
+
+from common import ChapterInfo, load_chapter
+from common.attention import default_chapter
+from common.check import compare_outputs
+from common.formulas import Problem
+from common.inputs import random_inputs
+
+# Shared memory of a block in KiB. CUDA C++ Programming Guide, "Technical specifications".
+LIMITS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (12, 0): 99}
+DEPENDING = [i for i in backward_chapters() if "kMaxSharedBytes" in i.kernel.read_text()]
+
+EACH = pytest.mark.parametrize("info", DEPENDING, ids=lambda info: info.name)
+EACH_CAPABILITY = pytest.mark.parametrize("capability", LIMITS, ids=lambda c: f"{c[0]}{c[1]}")
+
+
+@EACH
+@EACH_CAPABILITY
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_tile_shape_fits_and_is_right(
+    info: ChapterInfo, capability: tuple[int, int], head_dim: int
+) -> None:
+    if capability in ((8, 9), (12, 0)):
+        pytest.skip("the tiles of 8.6")
+    chapter = load_chapter(info.name, cpu_models=capability)
+    inputs = draw(1, 2, 150, 210, chapter=chapter, dtype=torch.bfloat16, head_dim=head_dim)
+    for is_causal, deterministic in ((False, False), (True, True)):
+        run_and_check(
+            chapter, inputs, is_causal=is_causal, deterministic=deterministic and same_bits(chapter)
+        )
+        largest = max(launch.shared_bytes for launch in chapter.last_launches)
+        assert 0 < largest <= LIMITS[capability] * 1024
+
+
+@EACH
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=["80", "86"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_checker_finds_nothing(info: ChapterInfo, capability: tuple[int, int], head_dim: int) -> None:
+    chapter = load_chapter(info.name, cpu_models=capability)
+    problem = Problem(1, 1, 150, 210, head_dim, torch.float16, is_causal=True)
+    x = random_inputs(1, 1, 150, head_dim, seqlen_k=210, dtype=torch.float16)
+    out, lse = chapter.forward(x.q, x.k, x.v, is_causal=True)
+    report = chapter.check(x.q, x.k, x.v, out, x.dout, lse, is_causal=True)
+    assert [str(f) for f in report.findings] == []
+    assert all(c.ok for c in compare_outputs(chapter, problem, report, x))
+
+
+def test_there_are_such_chapters() -> None:
+    assert {info.number for info in DEPENDING} >= {10, 11}
+
+
+def test_the_default_is_the_last_chapter_that_takes_the_tensors() -> None:
+    numbers = [
+        default_chapter(dtype, 64, torch.device("cpu")).number for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert numbers[0] == max(i.number for i in backward_chapters() if torch.float32 in i.dtypes)
+    assert numbers[1] == max(i.number for i in backward_chapters() if torch.bfloat16 in i.dtypes)
+    assert numbers[0] < numbers[1]
