@@ -5,6 +5,8 @@ And those that later chapters decide, with what is known without them.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from common.claims import CONDITION, FAILS, HOLDS, WAITS, Verdict, claim
 from common.formulas import Problem
 from common.inputs import random_inputs
 from common.jit import REPO_ROOT, kernel_digest
-from common.measurements import load_ladders
+from common.measurements import FOLDER, load_ladders
 from common.notebook import edited_kernel
 from common.tiles import TileState, count_tiles, tile_states
 
@@ -418,20 +420,43 @@ def fa3_speed() -> Verdict:
     chapters=("10_async_pipeline", "11_warp_roles", "12_hopper"),
 )
 def why_backward_underfills() -> Verdict:
-    """How much work stands beside each atomic, and what the scalar chapters ask of shared memory."""
-    p = Problem(1, 1, 4096, 4096, 64, torch.bfloat16)
-    formulas = load_chapter("08_preprocess_delta").info.formulas("backward")
-    assert formulas is not None
-    traffic = formulas.predict(p)
-    flops = timing.backward_flops(1, 1, 4096, 4096, 64, False)
-    per_atomic = Fraction(int(flops), traffic["dq_accum"].atomics)
-    shared = traffic["shared"].read / flops
+    """What the requests of each chapter allow, against what the tensor cores allow."""
+    data = json.loads((FOLDER / "experiments_mma.json").read_text())
+    rates = data["ceilings"]
+    banks = 128 * rates["multiprocessors"] * rates["clock_hz"]
+    inside, beyond = (rates["reduce_add_bytes_per_second"][size] for size in ("32 MB", "256 MB"))
+    shared, atomics = {}, {}
+    for name in ("09_tensor_cores", "10_async_pipeline", "11_warp_roles"):
+        p = Problem(1, 1, 512, 512, 128, torch.bfloat16)
+        counted = check_chapter(load_chapter(name), p)[0].traffic
+        flops = timing.backward_flops(1, 1, p.seqlen_q, p.seqlen_k, p.head_dim, False)
+        shared[name[:2]] = banks * flops / counted.shared.bytes / 1e12
+        atomics[name[:2]] = flops / counted.tensors["dq_accum"].atomic_bytes / 1e12
+    products = rates["mma_sync_flops"]["8"] / 1e12
+    holds_for_shared = all(limit < products for limit in shared.values())
+    holds_for_atomics = inside * atomics["10"] < shared["10"]
+    limits = ", ".join(f"{limit:.0f} in {name}" for name, limit in shared.items())
+    best = {
+        e["chapter"][:2]: max(v["values"])
+        for e in data["experiments"] for v in e["variants"]
+        if v["kept"] and e["id"] in ("stagger_d128", "copies_of_dout")
+    }  # fmt: skip
+    if not holds_for_shared or holds_for_atomics:
+        return Verdict(FAILS, f"Shared memory allows {limits} TFLOP/s, the products {products:.0f}.")
     return Verdict(
-        WAITS,
-        f"Ablations need a kernel on tensor cores. Known: 08 makes one addition to dQ per {per_atomic} FLOPs "
-        f"(10 · kBlockN), and reads {shared:.1f} bytes of shared memory per FLOP, because each operand of a "
-        "scalar product comes from there. Its limit is shared memory, before any atomic.",
-        "10_async_pipeline",
+        CONDITION,
+        f"An H200, bf16, d = {p.head_dim}. Tensor cores allow {products:.0f} TFLOP/s by mma.sync. The bytes "
+        f"of shared memory that the checker counts, at 128 a clock for each SM, allow {limits}: less. The "
+        f"additions to dQ in 10 and 11 allow {inside * atomics['10']:,.0f} as long as their target stays in "
+        f"L2; beyond it, in a buffer of 256 MB, {beyond * atomics['10']:.0f}, less than the shared memory of "
+        "11. Instructions and waiting are in neither number.",
+        condition="it is said of shared memory; of the atomics, when dQ's accumulator is larger than L2",
+        measured=f"bf16, d = {p.head_dim}, full: "
+        + ", ".join(
+            f"{name} reaches {x} TFLOP/s, {x / shared[name]:.0%} of what its shared memory allows"
+            for name, x in best.items()
+        )
+        + f" ({data['gpu']}, {data['date']})",
     )
 
 
@@ -529,6 +554,23 @@ def fa2_shared_bytes(head_dim: int, block_m: int, block_n: int, *, v_in_register
     return q_do + (max(kv, kv // 2 + p_ds) if v_in_registers else kv + p_ds)
 
 
+_V_AND_DS = (
+    """  Element sV[kBlockN][kPaddedDim];
+  Element sQ[kStagesQ][kBlockM][kPaddedDim];
+  Element sdO[kStages][kBlockM][kPaddedDim];
+  Element sdS[kStages][kBlockN][kBlockM];  // transposed: a row is a key
+""",
+    """  union {
+    Element sV[kBlockN][kPaddedDim];
+    Element sdS[kStages][kBlockN][kBlockM];
+  };
+  Element sQ[kStagesQ][kBlockM][kPaddedDim];
+  Element sdO[kStages][kBlockM][kPaddedDim];
+""",
+)
+_LAST_BARRIER_OF_09 = "      __syncthreads();  // sQ, sdO, sP, sdS and sK are still read by the products\n"
+
+
 @claim(
     27,
     "FA2 reuses shared memory three times: dS in V's place when V is in registers, dQ in P's place, the next "
@@ -537,14 +579,28 @@ def fa2_shared_bytes(head_dim: int, block_m: int, block_n: int, *, v_in_register
     chapters=("10_async_pipeline",),
 )
 def buffer_reuses() -> Verdict:
-    """The bytes that the reuses save, from FA2's own sizes."""
+    """Two of the three made in our own kernels, checked with and without what they need."""
     sizes = (64, 64, 128)
     plain, reused = (fa2_shared_bytes(*sizes, v_in_registers=flag) for flag in (False, True))
-    return Verdict(
-        WAITS,
-        "The three places exist (claim 23); each needs a barrier between the last reader and the first "
-        "writer, which a later chapter has to show. With V in registers FA2's tile of "
-        f"{sizes[1]} queries and {sizes[2]} keys at d = {sizes[0]} takes {reused // 1024} KiB instead of "
-        f"{plain // 1024}. dQ passes through P's place only on a path that is no longer launched.",
-        "10_async_pipeline",
+    p = Problem(1, 1, 300, 300, 64, torch.bfloat16)
+    wide = dataclasses.replace(p, head_dim=128)
+    original = check_chapter(load_chapter("11_warp_roles"), p)[0]
+    united = edited_kernel("11_warp_roles", *_V_AND_DS)  # V is in registers at d = 64, not at d = 128
+    free, raced = check_chapter(united, p)[0], check_chapter(united, wide)[0]
+    single = check_chapter(edited_kernel("09_tensor_cores", _LAST_BARRIER_OF_09), p)[0]
+    saved = max(x.shared_bytes for x in original.launches) - max(x.shared_bytes for x in free.launches)
+    overwritten = sorted({str(f.memory) for f in single.of_tool("racecheck")})
+    as_said = not free.findings and raced.of_tool("racecheck") and saved > 0 and "sdO" in overwritten
+    in_registers, in_its_place = ("a race" if r.findings else "nothing" for r in (free, raced))
+    evidence = (
+        "The three places exist in FA2's sources (claim 23). **dS in V's place**, made in a copy of 11: at "
+        f"d = {p.head_dim}, where V is in registers, the checker finds {in_registers}, {saved:,} bytes are "
+        f"saved, and the barrier before the first tile is the one it needs; at d = {wide.head_dim}, where V "
+        f"is read from its place for every tile, it finds {in_its_place}. FA2's tile of {sizes[1]} queries "
+        f"and {sizes[2]} keys at d = {sizes[0]} takes {reused // 1024} KiB instead of {plain // 1024}. **The "
+        "next dO in the same buffer** is what 09 does: without the barrier after its products, "
+        f"{' and '.join(overwritten)} are overwritten while they are read; 10 has a second buffer instead. "
+        "**dQ in P's place** is on a path of FA2 that is no longer launched; 10 and 11 add dQ from "
+        "registers, and in 10 P has no place."
     )
+    return Verdict(HOLDS if as_said else FAILS, evidence)

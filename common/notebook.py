@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from common.diff import chapter_diff
 from common.figures import H200, RooflinePoint, draw_roofline
 from common.formulas import Problem
 from common.ladder import Ladder, Rung, Settings, climb, machine
-from common.measurements import find_ladder
+from common.measurements import FOLDER, find_ladder
 from common.timing import backward_flops
 
 # A ragged problem that the checker does in a second: two tiles and a bit.
@@ -320,6 +321,37 @@ def roofline(*chapters: str | int, scratch_passes: Mapping[str, float] | None = 
         f"bf16, d = {head_dim}, N = {seqlen}, {heads} heads, full; {source}", fontsize=10
     )
     return figure
+
+
+def show_experiments(chapter: str | int, predictions: Mapping[str, str] | None = None) -> Markdown:
+    """What was tried for a chapter on the H200, kept or dropped: ``measurements/experiments_mma.json``.
+
+    predictions: by the experiment's id, what a model says; without one the cell says that none was made.
+    """
+    name = load_chapter(chapter).info.name
+    data = json.loads((FOLDER / "experiments_mma.json").read_text())
+    rows = ["| what | size | variant | the model says | measured | FLASH | |", "|---" * 7 + "|"]
+    for e in data["experiments"]:
+        if e["chapter"] != name:
+            continue
+        size = f"d = {e['head_dim']}, {e['mask']}, N = {' / '.join(map(str, e['seqlens']))}"
+        flash = " / ".join(map(str, e["flash"])) if e["flash"] else ""
+        note = f" ({e['note']})" if e["note"] else ""
+        for i, v in enumerate(e["variants"]):
+            spills = f", spills {v['spilled_bytes']} bytes" if "spilled_bytes" in v else ""
+            measured = " / ".join(map(str, v["values"])) + ("" if e["unit"] == "TFLOP/s" else f" {e['unit']}")
+            prediction = (predictions or {}).get(e["id"], "none was made") if i == 0 else ""
+            head = f"{e['what']}{note} | {size}" if i == 0 else " | "
+            verdict = "kept" if v["kept"] else "dropped"
+            rows.append(
+                f"| {head} | {v['name']}{spills} | {prediction} | {measured} | {flash if i == 0 else ''} | "
+                f"{verdict} |"
+            )
+    rows.append(
+        f"\n{data['gpu']}, {data['date']}, torch {data['torch']}; {data['tokens']:,} tokens, heads × d = "
+        f"{data['heads_times_head_dim']:,}. {data['note']}"
+    )
+    return Markdown("\n".join(rows))
 
 
 # ---------------------------------------------------------------- provenance

@@ -8,7 +8,7 @@ import pytest
 
 from common import experiments, list_chapters, load_chapter, notebook
 from common.ladder import Ladder, Rung, Settings
-from common.notebook import edited_kernel, formula_table, quiet, roofline, show
+from common.notebook import edited_kernel, formula_table, quiet, roofline, show, show_experiments
 
 
 @pytest.mark.parametrize("name", [info.name for info in list_chapters()])
@@ -72,3 +72,12 @@ def test_the_roofline_says_where_its_roofs_are_from(stored: bool, monkeypatch: p
     else:
         assert "roofs of the data sheet, L2 assumed" in axes.get_title()
         assert "fp32 peak 67 TFLOP/s" in said
+
+
+def test_experiments_are_shown_with_their_verdicts() -> None:
+    text = show_experiments("10_async_pipeline", {"stagger_d128": "1.2 ×"}).data
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in rows}) == 1
+    assert "| all warps last | 1.2 × | 271 / 280 / 287 | 258 / 276 / 299 | dropped |" in text
+    assert "NVIDIA H200, 2026-11-29" in text
+    assert "who copies dO" not in text, "that is chapter 11's"
