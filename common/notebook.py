@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 from IPython.display import Markdown
@@ -25,7 +26,7 @@ from common.diff import chapter_diff
 from common.figures import H200, RooflinePoint, draw_roofline
 from common.formulas import Problem
 from common.ladder import Ladder, Rung, Settings, climb, machine
-from common.measurements import FOLDER, find_ladder
+from common.measurements import FOLDER, find_ladder, find_sweep
 from common.timing import backward_flops
 
 # A ragged problem that the checker does in a second: two tiles and a bit.
@@ -255,6 +256,36 @@ def costs(
         f"{_overhead_of_calls(ladder, min(seqlens), max(seqlens))}"
     )
     return Markdown("\n".join(rows))
+
+
+def beside_sdpa(*chapters: str | int, dtype: str = "bf16") -> Markdown:
+    """Backward TFLOP/s with the card full of work, as ``make bench`` stored them, and the ratio to FLASH.
+
+    Chapters that were edited since they were measured are blank.
+    """
+    names = ["SDPA FLASH", "SDPA CUDNN", *(load_chapter(chapter).info.name for chapter in chapters)]
+    rows: list[str] = []
+    where = ""
+    for head_dim, causal in product((64, 128), (False, True)):
+        sweep = find_sweep(dtype, head_dim, causal)
+        if sweep is None:
+            continue
+        seqlens, m = sweep.settings.seqlens, sweep.machine
+        where = f"{m['device']}, {m['date']}, torch {m['torch']}"
+        if not rows:
+            rows = ["| d, mask | N = " + " | ".join(f"{n:,}" for n in seqlens) + " |"]
+            rows.append("|---|" + "---:|" * len(seqlens))
+        for name in names:
+            points = [sweep.point(name, n) for n in seqlens]
+            ratios = [sweep.ratio(name, n) for n in seqlens]
+            brackets = [f" ({r:.2f} ×)" if r and name != "SDPA FLASH" else "" for r in ratios]
+            cells = [f"{p.tflops:.0f}{b}" if p else "" for p, b in zip(points, brackets, strict=True)]
+            mask = "causal" if causal else "full"
+            rows.append(f"| {head_dim}, {mask}: {name} | " + " | ".join(cells) + " |")
+    if not rows:
+        return Markdown("Nothing is stored yet: `make bench` measures it on a GPU.")
+    how = f"{dtype}, 16,384 tokens, all in turns in one process. In brackets: relative to FLASH."
+    return Markdown("\n".join([*rows, "", f"{where}; {how}"]))
 
 
 def _rung(ladder: Ladder, name: str, seqlen: int) -> Rung | None:
