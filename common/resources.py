@@ -62,11 +62,11 @@ def _dynamic_shared(chapter: Chapter, dtype: torch.dtype, head_dim: int) -> dict
     """Bytes of dynamic shared memory of each kernel, from a small run on the CPU device."""
     inputs = random_inputs(1, 1, 40, head_dim, dtype=dtype)
     out, lse = chapter.forward(inputs.q, inputs.k, inputs.v)
-    runner = chapter.forward_chapter
+    launches = list(chapter.forward_chapter.last_launches) if chapter.forward_chapter is chapter else []
     if chapter.has_backward:
         chapter.backward(inputs.q, inputs.k, inputs.v, out, inputs.dout, lse)
-        runner = chapter
-    return {launch.kernel: launch.shared_bytes for launch in runner.last_launches}
+        launches += chapter.last_launches
+    return {launch.kernel: launch.shared_bytes for launch in launches}
 
 
 def _base_name(mangled: str) -> str:
@@ -74,6 +74,16 @@ def _base_name(mangled: str) -> str:
     name = demangled.replace("(anonymous namespace)::", "").split("(")[0].split("<")[0]
     # The linker's unique suffix of names with internal linkage may stand before the name.
     return name.split("::")[-1].split()[-1]
+
+
+def _capability(arch: str) -> tuple[int, int]:
+    number = int(arch.rstrip("a"))
+    return number // 10, number % 10
+
+
+def _takes(info: ChapterInfo, dtype: torch.dtype, head_dim: int, arch: str) -> bool:
+    supported = dtype in info.dtypes and head_dim in info.head_dims
+    return supported and _capability(arch) >= info.min_compute_capability
 
 
 def measure(
@@ -86,9 +96,8 @@ def measure(
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise jit.BuildError(f"{info.name} does not compile for sm_{arch}", result.stderr)
-    capability = int(arch.rstrip("a"))
     depends = "kMaxSharedBytes" in info.kernel.read_text()
-    models = (capability // 10, capability % 10) if depends else None
+    models = _capability(arch) if depends else None
     shared = _dynamic_shared(load_chapter(info.name, cpu_models=models), dtype, head_dim)
     found = []
     for entry in result.stderr.split("Compiling entry function")[1:]:
@@ -161,7 +170,8 @@ def page(data: dict) -> str:
         )
     for (chapter, dtype, head_dim, kernel), entries in rows.items():
         # A template kernel has an entry for each instance; the largest is what limits occupancy.
-        registers = [max(e["registers"] for e in entries if e["arch"] == f"sm_{a}") for a in ARCHITECTURES]
+        by_arch = [[e["registers"] for e in entries if e["arch"] == f"sm_{a}"] for a in ARCHITECTURES]
+        registers = [max(found) if found else "–" for found in by_arch]
         shared = max(e["static_shared"] + e["dynamic_shared"] for e in entries)
         spills = max(e["spill_stores"] + e["spill_loads"] for e in entries)
         lines.append(
@@ -171,27 +181,37 @@ def page(data: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _stored_kernels(nvcc_version: str) -> dict[str, list[dict]]:
+    """What is stored of the chapters that were not edited since, measured with the same nvcc."""
+    data = json.loads(STORED.read_text()) if STORED.is_file() else {"nvcc": None, "kernels": []}
+    if data["nvcc"] != nvcc_version:
+        return {}
+    current = {i.name for i in list_chapters() if data["sources"].get(i.name) == jit.kernel_digest(i.kernel)}
+    return {name: [k for k in data["kernels"] if k["chapter"] == name] for name in current}
+
+
 def main() -> int:
-    """Measures everything and writes both files. Returns the exit status."""
+    """Measures what was edited since, and writes both files. Returns the exit status."""
     nvcc = jit.find_nvcc()
     if nvcc is None:
         print("no nvcc: install a CUDA toolkit, or pip install nvidia-cuda-nvcc", file=sys.stderr)
         return 2
     infos = list_chapters()
+    kernels = _stored_kernels(_nvcc_version(nvcc))
     jobs = [
         (info, dtype, dim, arch)
         for info in infos
         for dtype, dim in BUILDS
         for arch in ARCHITECTURES
-        if dtype in info.dtypes and dim in info.head_dims
+        if info.name not in kernels and _takes(info, dtype, dim, arch)
     ]
-    kernels = []
     for info, dtype, dim, arch in tqdm(jobs, desc="compiling", disable=None):
-        kernels += measure(info, dtype, dim, arch, nvcc)
+        found = [asdict(kernel) for kernel in measure(info, dtype, dim, arch, nvcc)]
+        kernels[info.name] = kernels.get(info.name, []) + found
     data = {
         "nvcc": _nvcc_version(nvcc),
         "sources": {info.name: jit.kernel_digest(info.kernel) for info in infos},
-        "kernels": [asdict(kernel) for kernel in kernels],
+        "kernels": [kernel for info in infos for kernel in kernels[info.name]],
     }
     STORED.parent.mkdir(parents=True, exist_ok=True)
     STORED.write_text(json.dumps(data, indent=1) + "\n")
