@@ -40,7 +40,7 @@ MAX_GRID_Y = 2
 class Mutant:
     """A chapter's kernel with one change. line, before, after: of the changed line, for people.
 
-    ``removed`` is the text that is gone.
+    ``removed`` is the text that is gone, ``context`` the line and the one below it.
     """
 
     chapter: str
@@ -50,6 +50,7 @@ class Mutant:
     before: str
     after: str
     removed: str
+    context: str
     source: str
 
     @property
@@ -66,7 +67,7 @@ class Harmless:
     chapter: str  # regular expressions, as the next three
     rule: str
     removed: str
-    before: str
+    context: str
     reason: str
 
 
@@ -84,7 +85,7 @@ HARMLESS = [
         "(?!03).*", "guard", r"col < num_cols", ".*", "only 03 loads tiles of a matrix that may be narrower"
     ),
     Harmless(
-        "10.*", "wait", r"cp_async_wait<0>\(\);", r"^cp_async_wait<0>\(\);$",
+        "10.*", "wait", r"cp_async_wait<0>\(\);", "dS of the last tile",
         "after the loop no copy is under way: its last turn starts none (to go when 10 is next measured)",
     ),
 ]  # fmt: skip
@@ -97,7 +98,7 @@ def why_harmless(mutant: Mutant) -> str | None:
             re.fullmatch(entry.chapter, mutant.chapter)
             and re.fullmatch(entry.rule, mutant.rule)
             and re.fullmatch(entry.removed, mutant.removed)
-            and re.search(entry.before, mutant.before)
+            and re.search(entry.context, mutant.context)
         ):
             return entry.reason
     return None
@@ -170,6 +171,7 @@ def _mutants_of_file(info: ChapterInfo, path: Path, kernel: str) -> Iterator[Mut
             text[line_start:line_end].strip(),
             (text[line_start:start] + replacement + text[end:line_end]).strip(),
             text[start:end],
+            text[line_start : text.find("\n", line_end + 1)],
             source,
         )
 
