@@ -5,6 +5,7 @@ One mutant of each chapter runs every time, all of them with the slow tests; the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,7 +53,12 @@ def test_each_chapter_has_mutants_of_each_kind() -> None:
         assert {"barrier", "guard", "shared array", "last row"} <= rules, info.name
         assert ("zeroing" in rules) == ("cudaMemsetAsync" in text or "] = {}" in text), info.name
         barriers = [m for m in mutants_of(info) if m.rule == "barrier" and m.file == "kernel.cu"]
-        assert len(barriers) == text.count("__syncthreads();") + text.count("__syncwarp();")
+        assert len(barriers) == len(re.findall(r"__sync(?:threads|warp)\(\);|\bbarrier_sync\(", text)), (
+            info.name
+        )
+        assert ("wait" in rules) == ("cp_async_wait<" in text), info.name
+        assert ("swizzle" in rules) == ("stage" in rules) == ("swizzle<" in text), info.name
+        assert ("transpose" in rules) == ("ldmatrix(" in text), info.name
 
 
 def test_a_mutant_differs_in_one_place() -> None:
