@@ -430,17 +430,12 @@ class Chapter:
     def _laid_out(self, tensor: Tensor) -> Tensor:
         """The tensor with a dense last axis and aligned rows: kernels take any strides besides."""
         size, alignment = tensor.element_size(), self.info.row_alignment
-        aligned = tensor.data_ptr() % alignment == 0 and all(
-            stride * size % alignment == 0
-            for stride, extent in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
-            if extent > 1
-        )
-        # A contiguous tensor may still start anywhere in its storage.
-        return (
-            tensor
-            if tensor.stride(-1) == 1 and aligned
-            else tensor.clone(memory_format=torch.contiguous_format)
-        )
+        # Of axes of length 1, too: the launcher sees only strides.
+        places = (tensor.data_ptr(), *(stride * size for stride in tensor.stride()[:-1]))
+        if tensor.stride(-1) == 1 and all(place % alignment == 0 for place in places):
+            return tensor
+        # A contiguous tensor may still start anywhere in its storage: contiguous() would not move it.
+        return tensor.clone(memory_format=torch.contiguous_format)
 
     def _launch(
         self,
@@ -595,10 +590,10 @@ def _defines(kernel: Path, function: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _workspace(
-    name: str, backward: bool, sizes: tuple[int, ...], is_causal: bool, deterministic: bool
+    library: str, backward: bool, sizes: tuple[int, ...], is_causal: bool, deterministic: bool
 ) -> Workspace:
-    """What the build called ``name`` asks for; remembered, as asking takes as long as a small kernel."""
-    text = getattr(torch.ops, name).workspace(backward, *sizes, is_causal, deterministic)
+    """What the build of that name asks for; remembered, as asking takes as long as a small kernel."""
+    text = getattr(torch.ops, library).workspace(backward, *sizes, is_causal, deterministic)
     parts = []
     for line in text.splitlines():
         name, dtype, offset, size, *shape = line.split()

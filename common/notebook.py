@@ -271,21 +271,18 @@ def beside_sdpa(*chapters: str | int, dtype: str = "bf16") -> Markdown:
         if sweep is None:
             continue
         seqlens, m = sweep.settings.seqlens, sweep.machine
-        where = f"{m['device']}, {m['date']}, torch {m['torch']}"
+        where = f"{m['device']}, {m['date']}, torch {m['torch']}; {dtype}, {sweep.settings.tokens:,} tokens"
         if not rows:
             rows = ["| d, mask | N = " + " | ".join(f"{n:,}" for n in seqlens) + " |"]
             rows.append("|---|" + "---:|" * len(seqlens))
         for name in names:
-            points = [sweep.point(name, n) for n in seqlens]
-            ratios = [sweep.ratio(name, n) for n in seqlens]
-            brackets = [f" ({r:.2f} ×)" if r and name != "SDPA FLASH" else "" for r in ratios]
-            cells = [f"{p.tflops:.0f}{b}" if p else "" for p, b in zip(points, brackets, strict=True)]
+            cells = [sweep.cell(name, n) for n in seqlens]
             mask = "causal" if causal else "full"
             rows.append(f"| {head_dim}, {mask}: {name} | " + " | ".join(cells) + " |")
     if not rows:
         return Markdown("Nothing is stored yet: `make bench` measures it on a GPU.")
-    how = f"{dtype}, 16,384 tokens, all in turns in one process. In brackets: relative to FLASH."
-    return Markdown("\n".join([*rows, "", f"{where}; {how}"]))
+    note = f"{where}, all in turns in one process. In brackets: relative to FLASH."
+    return Markdown("\n".join([*rows, "", note]))
 
 
 def _rung(ladder: Ladder, name: str, seqlen: int) -> Rung | None:

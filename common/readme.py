@@ -103,15 +103,6 @@ _WORDS = {
 }
 
 
-def _sweep_cell(sweep: StoredSweep | None, name: str, seqlen: int) -> str:
-    """TFLOP/s and the ratio to PyTorch's FLASH backward in the same process; blank if unmeasured."""
-    point = sweep.point(name, seqlen) if sweep else None
-    if sweep is None or point is None:
-        return ""
-    ratio = sweep.ratio(name, seqlen)
-    return f"{point.tflops:.0f}" + (f" ({ratio:.2f} ×)" if ratio and name != FLASH else "")
-
-
 def _range(values: Iterable[float]) -> str:
     rounded = sorted(round(value) for value in values)
     low, high = rounded[0], rounded[-1]
@@ -139,7 +130,7 @@ def sweep_table(language: str = "en", folder: Path = FOLDER) -> str:
     for (head_dim, causal), sweep in sweeps.items():
         for i, name in enumerate(names):
             setting = f"{head_dim}, {'causal' if causal else 'full'}" if i == 0 else ""
-            cells = " | ".join(_sweep_cell(sweep, name, seqlen) for seqlen in seqlens)
+            cells = " | ".join(sweep.cell(name, seqlen) if sweep else "" for seqlen in seqlens)
             lines.append(f"| {setting} | {name} | {cells} |")
     shown = [point for sweep in stored for point in sweep.points if point.name in names]
     places = {(sweep.machine["device"], sweep.machine["date"]) for sweep in stored}

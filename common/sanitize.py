@@ -24,7 +24,7 @@ _WORKER = "--worker"
 
 
 def _chosen(numbers: list[str]) -> list[ChapterInfo]:
-    return [info for info in list_chapters() if not numbers or info.name[:2] in numbers]
+    return [load_chapter(number).info for number in numbers] if numbers else list_chapters()
 
 
 def _run_chapters(infos: list[ChapterInfo]) -> None:

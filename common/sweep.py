@@ -122,6 +122,13 @@ class Sweep:
         point, flash = self.point(name, seqlen), self.point(FLASH, seqlen)
         return None if point is None or flash is None else flash.median_ms / point.median_ms
 
+    def cell(self, name: str, seqlen: int) -> str:
+        """TFLOP/s and the ratio to PyTorch's FLASH backward, for a table; blank if unmeasured."""
+        point, ratio = self.point(name, seqlen), self.ratio(name, seqlen)
+        if point is None:
+            return ""
+        return f"{point.tflops:.0f}" + (f" ({ratio:.2f} ×)" if ratio and name != FLASH else "")
+
     def to_json(self) -> str:
         """All numbers, as JSON."""
         return json.dumps(asdict(self), indent=1)

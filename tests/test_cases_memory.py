@@ -609,3 +609,11 @@ def test_a_failing_call_does_not_leave_a_file_behind(chapter: Chapter, tmp_path:
     with pytest.raises(TypeError, match="dtype"):
         fresh.forward(*(torch.zeros(1, 1, 8, 64, dtype=torch.float64),) * 3)
     assert not list(jit.build_root().glob("fa2_never_built*"))
+
+
+def test_an_odd_stride_that_nothing_uses(chapter: Chapter) -> None:
+    """The stride of an axis of length 1 may be any number, also where several elements are loaded at once."""
+    inputs = draw(1, 2, 20, chapter=chapter)
+    odd = [x.as_strided(x.shape, (x.stride(0) + 1, *x.stride()[1:])) for x in vars(inputs).values()]
+    assert all(x.stride(0) % 2 == 1 for x in odd)
+    run_and_check(chapter, Inputs(*odd))

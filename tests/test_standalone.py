@@ -36,8 +36,8 @@ def build_for_cpu(info: ChapterInfo, folder: Path, kernel: Path, main: Path = MA
         options = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", *includes, *defines(info)]
         run([jit._host_compiler(), *options, "-x", "c++", "-c", str(source), "-o", str(objects[-1])])
     program = folder / "standalone"
-    links = [f"-L{device.parent}", f"-l:{device.name}", f"-Wl,-rpath,{device.parent}", "-pthread"]
-    run([jit._host_compiler(), *map(str, objects), *links, "-o", str(program)])
+    links = jit.runtime_link_flags(device)
+    run([jit._host_compiler(), *map(str, objects), *links, "-pthread", "-o", str(program)])
     return program
 
 
@@ -67,9 +67,8 @@ def test_compiles_for_gpus(arch: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("info", LATER, ids=lambda info: info.name)
 def test_runs_on_a_gpu(info: ChapterInfo, tmp_path: Path) -> None:
-    major, minor = torch.cuda.get_device_capability()
-    arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-    command = [str(jit.find_nvcc()), f"-arch={arch}", "-std=c++17", "-O3", f"-I{REPO}", *defines(info)]
+    gencode = jit._gencode(jit.compute_capability(torch.device("cuda")))
+    command = [str(jit.find_nvcc()), gencode, "-std=c++17", "-O3", f"-I{REPO}", *defines(info)]
     run([*command, str(info.kernel), str(MAIN), "-o", str(tmp_path / "standalone")])
     assert "relative errors" in run([str(tmp_path / "standalone")])
 
