@@ -14,6 +14,8 @@ from torch import Tensor
 
 _PAGE = 256
 _MAX_BYTES = 1 << 31
+# What the checked device knows of a region: 1, it is written before the launch; 2, it may only be read.
+ROLE_FLAGS = {"input": 1 | 2, "output": 0, "scratch": 0}
 _CHECKS = threading.Lock()  # the checked device holds one check at a time
 
 
@@ -101,22 +103,34 @@ class Arena:
         with _CHECKS:
             runtime.cpu_device_check_begin(base, self._bytes)
             try:
-                for number, whole in enumerate(self._memories):
-                    for memory in parts.get(number, [whole]):
-                        valid = _valid_elements(memory)
-                        flags = {"input": 1 | 2, "output": 0, "scratch": 0}[memory.role]
-                        runtime.cpu_device_check_region(
-                            memory.name.encode(),
-                            base + memory.offset,
-                            memory.span * memory.dtype.itemsize,
-                            memory.dtype.itemsize,
-                            None if valid is None else valid.data_ptr(),
-                            flags,
-                        )
-                        log.memories.append(memory)
+                for memory, valid in self.regions(parts):
+                    runtime.cpu_device_check_region(
+                        memory.name.encode(),
+                        base + memory.offset,
+                        memory.span * memory.dtype.itemsize,
+                        memory.dtype.itemsize,
+                        None if valid is None else valid.data_ptr(),
+                        ROLE_FLAGS[memory.role],
+                    )
+                    log.memories.append(memory)
                 yield log
             finally:
                 log.text = runtime.cpu_device_check_end().decode()
+
+    @property
+    def buffer(self) -> Tensor:
+        """All of it, as bytes. ``allocate`` makes it."""
+        assert self._buffer is not None, "allocate() first"
+        return self._buffer
+
+    def regions(self, parts: dict[int, Sequence[Memory]]) -> Iterator[tuple[Memory, Tensor | None]]:
+        """What the checker is told of: each tensor, or the parts of one, and which of its elements exist.
+
+        The second is None for all, or one byte per element of the span.
+        """
+        for number, whole in enumerate(self._memories):
+            for memory in parts.get(number, [whole]):
+                yield memory, _valid_elements(memory)
 
     def part(self, number: int, name: str, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Memory:
         """A dense part of tensor ``number``, ``offset`` bytes from its start."""

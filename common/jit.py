@@ -143,7 +143,7 @@ def cuda_problem() -> str | None:
 
 
 @functools.cache
-def _host_compiler() -> str:
+def host_compiler() -> str:
     name = os.environ.get("CXX", "c++")
     if shutil.which(name) is None and "CXX" not in os.environ and shutil.which("g++"):
         name = os.environ["CXX"] = "g++"
@@ -156,14 +156,14 @@ def _host_compiler() -> str:
 
 @functools.cache
 def _compiler_version() -> str:
-    return subprocess.run([_host_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+    return subprocess.run([host_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
 
 
 def _is_clang() -> bool:
     return "clang" in _compiler_version()
 
 
-def _library_flags() -> list[str]:
+def library_flags() -> list[str]:
     """Flags of every library. GCC must not share inline variables between an old and a new build."""
     return _LIBRARY_FLAGS if _is_clang() else ["-fno-gnu-unique", *_LIBRARY_FLAGS]
 
@@ -270,7 +270,7 @@ def _build_environment() -> Iterator[None]:
 _DIAGNOSTIC = re.compile(r"^[^\s:(][^:(]*(?::\d+(?::\d+)?:|\(\d+\):) *(?:fatal )?(error|warning)\b")
 
 
-def _compiler_lines(log: str, limit: int = 30) -> str:
+def compiler_lines(log: str, limit: int = 30) -> str:
     """What the compiler says about the sources, without ninja's lines and the command line."""
     kept: list[str] = []
     in_error = False
@@ -319,7 +319,7 @@ def _load(
             folder.mkdir(parents=True, exist_ok=True)
             with _exclusive(folder), _build_environment():
                 if not finished.exists():
-                    _host_compiler()
+                    host_compiler()
                     if not unchanged():
                         raise BuildError(f"{what} was edited after it was loaded; load it again")
                     _say(f"Building {what} …", end="")
@@ -357,7 +357,7 @@ def _load(
             # Or PyTorch would take the same sources, tried again, for built.
             cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
             log = str(error.__cause__.output.decode() if getattr(error.__cause__, "output", None) else error)
-            raise BuildError(f"{what} does not compile:\n{_compiler_lines(log)}", log) from None
+            raise BuildError(f"{what} does not compile:\n{compiler_lines(log)}", log) from None
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
@@ -395,11 +395,11 @@ def load_cpu_device(*, checked: bool = False) -> tuple[Path, ctypes.CDLL]:
     ``checked``: the one that checked builds run on, which sees every access.
     """
     sources = sorted(CPU_DEVICE.glob("*.cpp"))
-    flags = ["-O2", "-pthread", *_library_flags()]
+    flags = ["-O2", "-pthread", *library_flags()]
     if checked:
         sources += sorted((CPU_DEVICE / "checked").glob("*.cpp"))
         flags.append("-DCPU_DEVICE_CHECKED")
-    digest = _digest([*sources, *sorted(CPU_DEVICE.glob("*.h"))], *flags, _host_compiler())
+    digest = _digest([*sources, *sorted(CPU_DEVICE.glob("*.h"))], *flags, host_compiler())
     name = "checked_device" if checked else "cpu_device"
     what = "the checked CPU device" if checked else "the CPU device"
     library, _, _ = _load(f"fa2_{name}_{digest}", what, sources, cflags=flags, ldflags=["-pthread"])
@@ -479,7 +479,7 @@ def build(
     label = kernel.parent.name if kernel.name == "kernel.cu" else kernel.stem
     what = f"{label} ({DTYPE_NAMES[dtype]}, head_dim {head_dim})"
     stem = re.sub(r"\W", "_", f"fa2_{label}_{DTYPE_NAMES[dtype]}_d{head_dim}")
-    binding_flags = [_STABLE_ABI, *_library_flags(), *defines]
+    binding_flags = [_STABLE_ABI, *library_flags(), *defines]
     runtime = None
     if device.type == "cuda":
         if problem := cuda_problem():
@@ -508,7 +508,7 @@ def build(
             flags = [*checked_flags(optimize), *binding_flags, "-g", f"-DFA2_WORKSPACE_GAP={1 << 16}"]
             if max_grid_y is not None:
                 flags.append(f"-DFA2_MAX_GRID_Y={max_grid_y}")
-        facts = [digest, device_library.stem, _host_compiler(), _host_id(), *flags]
+        facts = [digest, device_library.stem, host_compiler(), _host_id(), *flags]
         key = hashlib.sha256(" ".join(facts).encode()).hexdigest()[:12]
         library, seconds, cached = _load(
             f"{stem}_{'checked' if checked else 'cpu'}_{key}",

@@ -31,6 +31,35 @@ class Gradients:
     dv: Tensor
 
 
+@dataclass(frozen=True)
+class ScoreRule:
+    """What a variant of attention does to the scores between Q Kᵀ and the softmax, in this order.
+
+    softcap: s becomes c · tanh(s / c). bias: (num_heads, Nq, Nk) → [H, Nq, Nk], added. visible: (Nq, Nk) →
+    [Nq, Nk], False where a key is hidden, besides those that a causal mask hides.
+    """
+
+    softcap: float | None = None
+    bias: Callable[[int, int, int], Tensor] | None = None
+    visible: Callable[[int, int], Tensor] | None = None
+
+    def apply(self, scores: Tensor) -> Tensor:
+        """The scores [B, H, Nq, Nk] with cap and bias."""
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.bias is not None:
+            scores = scores + self.bias(*scores.shape[1:]).to(scores)
+        return scores
+
+
+PLAIN = ScoreRule()
+
+
+def _visible(q: Tensor, k: Tensor, is_causal: bool, rule: ScoreRule) -> Tensor:
+    mask = visible_mask(q.shape[2], k.shape[2], is_causal, q.device)
+    return mask if rule.visible is None else mask & rule.visible(q.shape[2], k.shape[2]).to(q.device)
+
+
 def visible_mask(seqlen_q: int, seqlen_k: int, is_causal: bool, device: torch.device | str = "cpu") -> Tensor:
     """[Nq, Nk] booleans: True where query i sees key j, that is j <= i + Nk - Nq if causal."""
     rows = torch.arange(seqlen_q, device=device)[:, None]
@@ -46,17 +75,18 @@ def explicit_gradients(
     *,
     softmax_scale: float | None = None,
     is_causal: bool = False,
+    rule: ScoreRule = PLAIN,
 ) -> Gradients:
     """Plain PyTorch in the inputs' own dtype: matmul, softmax, matmul, and autograd for the gradients.
 
     Shapes as in ``Chapter.forward`` and ``Chapter.backward``. Rows that see no key get zeros and lse −inf.
     """
     scale = default_scale(softmax_scale, q.shape[-1])
-    visible = visible_mask(q.shape[2], k.shape[2], is_causal, q.device)
+    visible = _visible(q, k, is_causal, rule)
     row_has_key = visible.any(-1, keepdim=True)
     with torch.enable_grad():
         q, k, v = (tensor.detach().requires_grad_(True) for tensor in (q, k, v))
-        scores = (q @ k.transpose(-1, -2)) * scale
+        scores = rule.apply((q @ k.transpose(-1, -2)) * scale)
         scores = scores.masked_fill(~visible, -torch.inf)
         # A row of −inf has no softmax; give it any scores and drop its probabilities.
         probabilities = torch.where(row_has_key, scores, 0.0).softmax(-1)
@@ -76,10 +106,11 @@ def reference_gradients(
     *,
     softmax_scale: float | None = None,
     is_causal: bool = False,
+    rule: ScoreRule = PLAIN,
 ) -> Gradients:
     """``explicit_gradients`` in float64, on the inputs as they are rounded to their dtype."""
     inputs = (tensor.double() for tensor in (q, k, v, dout))
-    return explicit_gradients(*inputs, softmax_scale=softmax_scale, is_causal=is_causal)
+    return explicit_gradients(*inputs, softmax_scale=softmax_scale, is_causal=is_causal, rule=rule)
 
 
 @dataclass(frozen=True)
@@ -107,14 +138,15 @@ def rounding_magnitudes(
     *,
     softmax_scale: float | None = None,
     is_causal: bool = False,
+    rule: ScoreRule = PLAIN,
 ) -> Magnitudes:
     """How roundoff reaches each result; independent errors are added in quadrature."""
     signed_scale = default_scale(softmax_scale, q.shape[-1])
     scale = abs(signed_scale)
     q, k, v, dout = (tensor.double() for tensor in (q, k, v, dout))
-    visible = visible_mask(q.shape[2], k.shape[2], is_causal, q.device)
+    visible = _visible(q, k, is_causal, rule)
     row_has_key = visible.any(-1, keepdim=True)
-    scores = (q @ k.transpose(-1, -2)) * signed_scale
+    scores = rule.apply((q @ k.transpose(-1, -2)) * signed_scale)
     masked = torch.where(row_has_key, scores.masked_fill(~visible, -torch.inf), 0.0)
     p = torch.where(row_has_key, masked.softmax(-1), 0.0)
     scores = scores.masked_fill(~visible, 0.0)
@@ -186,7 +218,7 @@ def _difference(value: Tensor, reference: Tensor) -> Tensor:
 def _by_heads(function: Callable, inputs: tuple[Tensor, ...], options: dict) -> Gradients | Magnitudes:
     """Calls a function of this module on a few heads at a time: its N² matrices must fit in memory."""
     batch, num_heads, seqlen_q, _ = inputs[0].shape
-    if batch * num_heads == 0:
+    if batch * num_heads == 0 or options["rule"].bias is not None:  # which depends on the head
         return function(*inputs, **options)
     chunk = max(1, _MAX_MATRIX_ELEMENTS // max(1, seqlen_q * inputs[1].shape[2]))
     flat = [tensor.flatten(0, 1).unsqueeze(1).split(chunk) for tensor in inputs]
@@ -211,6 +243,7 @@ def compare(
     softmax_scale: float | None = None,
     is_causal: bool = False,
     dq_rounded_every: int | None = None,
+    rule: ScoreRule = PLAIN,
 ) -> list[Comparison]:
     """Compares a result with float64 on the same inputs.
 
@@ -220,10 +253,11 @@ def compare(
     which in fp32 sums grows with the root of their number. lse, which is fp32 whatever the dtype, has only
     the floor.
 
+    ``rule``: the variant of attention that was computed.
     ``dq_rounded_every``: dQ is kept in its dtype and rounded after each so many keys (``ChapterInfo`` says
     so). T roundings of a sum that grows like a random walk add up to √(T/2) of them at its full size.
     """
-    options = {"softmax_scale": softmax_scale, "is_causal": is_causal}
+    options = {"softmax_scale": softmax_scale, "is_causal": is_causal, "rule": rule}
     reference, explicit, magnitudes = (
         _by_heads(function, (q, k, v, dout), options)
         for function in (reference_gradients, explicit_gradients, rounding_magnitudes)

@@ -533,7 +533,7 @@ def test_no_compiler(
     builds: Path, fill: Path, tmp_path: Path, cxx: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B49 (i): which compiler is missing, and what to do."""
-    monkeypatch.setattr(jit, "_host_compiler", jit._host_compiler.__wrapped__)
+    monkeypatch.setattr(jit, "host_compiler", jit.host_compiler.__wrapped__)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     if cxx:

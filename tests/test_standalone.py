@@ -34,10 +34,10 @@ def build_for_cpu(info: ChapterInfo, folder: Path, kernel: Path, main: Path = MA
     for source in (kernel, main):
         objects.append(folder / f"{source.stem}.o")
         options = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", *includes, *defines(info)]
-        run([jit._host_compiler(), *options, "-x", "c++", "-c", str(source), "-o", str(objects[-1])])
+        run([jit.host_compiler(), *options, "-x", "c++", "-c", str(source), "-o", str(objects[-1])])
     program = folder / "standalone"
     links = jit.runtime_link_flags(device)
-    run([jit._host_compiler(), *map(str, objects), *links, "-pthread", "-o", str(program)])
+    run([jit.host_compiler(), *map(str, objects), *links, "-pthread", "-o", str(program)])
     return program
 
 
