@@ -104,6 +104,13 @@ def checked_device() -> Path:
     return _made_once("device", ".so", command, [*sources, *_headers()])
 
 
+def prepare(builds: set[tuple[torch.dtype, int]]) -> None:
+    """Makes what all submissions share, once, before several processes want it."""
+    checked_device()
+    for dtype, head_dim in builds:
+        _entry(dtype, head_dim)
+
+
 def compile_submission(text: str, name: str, folder: Path, dtype: torch.dtype, head_dim: int) -> Library:
     """Compiles the text of a kernel file called ``name`` in an empty folder. Raises ``CompileError``."""
     device = checked_device()

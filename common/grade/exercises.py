@@ -35,7 +35,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _POINTS = {
     "cuda": {"compiles": 1.0, "correct": 6.0, "clean": 2.0, "ledger": 1.0},
     "python": {"answers": 10.0},
-    "find": {"tool": 3.0, "line": 7.0},
+    "find": {"kind": 3.0, "line": 7.0},
 }
 
 
@@ -55,7 +55,10 @@ class Limit:
 
 @dataclass(frozen=True)
 class Exercise:
-    """What ``exercise.toml`` says; points are by kind of check."""
+    """What ``exercise.toml`` says; points are by kind of check.
+
+    functions: of a Python exercise, those that the student writes. local: whether a student can check the answer.
+    """
 
     chapter: str
     name: str
@@ -77,7 +80,8 @@ class Exercise:
     where: Mapping[str, str] = field(default_factory=dict)
     ledger: tuple[Limit, ...] = ()
     hints: Mapping[str, str] = field(default_factory=dict)
-    needs: str = ""
+    functions: tuple[str, ...] = ()
+    local: bool = True
 
     @property
     def key(self) -> str:
@@ -216,7 +220,8 @@ def read_exercise(path: Path) -> Exercise:
             where=data.get("where", {}),
             ledger=tuple(Limit(**limit) for limit in data.get("ledger", ())),
             hints=data.get("hints", {}),
-            needs=data.get("needs", ""),
+            functions=tuple(data.get("functions", ())),
+            local=data.get("local", True),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error

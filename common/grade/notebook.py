@@ -1,0 +1,88 @@
+"""The notebook of a chapter's exercises, and what its cells call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat import NotebookNode
+
+from common.grade.answers import grade_answers
+from common.grade.cases import PUBLIC_SEED
+from common.grade.exercises import Exercise, find_exercise
+from common.grade.grading import grade
+from common.grade.markers import strip_solutions
+
+SEED_VARIABLE = "FA2_GRADE_SEED"
+
+
+def check(exercise: str, **functions: Callable[..., Any]) -> float:
+    """Grades one exercise from its notebook, prints what was seen and returns the points.
+
+    exercise: "NN_name/exercise". functions: of a Python exercise, by name. The files are those beside the notebook.
+    An instructor's seed, in the environment variable FA2_GRADE_SEED, takes the place of the students'.
+    """
+    chosen = find_exercise(exercise)
+    secret = os.environ.get(SEED_VARIABLE)
+    seed = secret or PUBLIC_SEED
+    if chosen.kind == "python":
+        item = grade_answers(chosen, seed=seed, functions=functions)
+    else:
+        item = grade(chosen, Path.cwd(), seed=seed, secret=secret)
+    print(item)
+    return item.score
+
+
+def _markdown(name: str, text: str) -> NotebookNode:
+    meta = {"nbgrader": {"grade": False, "solution": False, "locked": True, "task": False, "schema_version": 3, "grade_id": f"text_{name}"}}
+    return nbformat.v4.new_markdown_cell(text, metadata=meta, id=f"text-{name}".replace("_", "-"))
+
+
+def _code(name: str, text: str, *, points: float | None) -> NotebookNode:
+    grader: dict[str, Any] = {"grade": points is not None, "solution": points is None, "locked": points is not None, "task": False,
+                              "schema_version": 3, "grade_id": name}  # fmt: skip
+    if points is not None:
+        grader["points"] = points
+    return nbformat.v4.new_code_cell(text, metadata={"nbgrader": grader}, id=name.replace("_", "-"))
+
+
+def make_notebook(chapter: str, exercises: list[Exercise], *, with_solutions: bool) -> NotebookNode:
+    """The exercises of a chapter: tasks, cells to fill in, and a cell that grades each.
+
+    with_solutions: keep what stands between the markers, and the markers, for nbgrader to take out.
+    """
+    minutes = sum(exercise.minutes for exercise in exercises)
+    cells = [
+        _markdown(
+            "start",
+            f"# Exercises of chapter {chapter}\n\n{len(exercises)} exercises, about {minutes} minutes in all. Each says which "
+            "file to edit: it lies beside this notebook, and so does everything else that you hand in. The cell below each "
+            "task runs the same checks as the instructor's grader, on other sizes; in a terminal\n"
+            f"`python -m common.grade {chapter[:2]}` does the same. No GPU is needed. Keep file names and the cells' order.\n",
+        ),
+        nbformat.v4.new_code_cell("from common.grade import check", id="start-import"),
+    ]
+    for exercise in exercises:
+        book = f" Book: {', '.join(f'§{section}' for section in exercise.book)}." if exercise.book else ""
+        edit = f"Edit `{exercise.file}`." if exercise.kind != "python" else "Fill in the cell below."
+        cells.append(
+            _markdown(
+                exercise.name,
+                f"## {exercise.title}\n\n*{exercise.difficulty}, about {exercise.minutes} minutes, {exercise.max_score:g} points.* "
+                f"**Goal:** {exercise.goal}.{book}\n\n{exercise.task.strip()}\n\n{edit}",
+            )
+        )
+        arguments = ""
+        if exercise.kind == "python":
+            source = exercise.marked_source if with_solutions else strip_solutions(exercise.marked_source, ".py", exercise.key)
+            cells.append(_code(exercise.name, source.strip(), points=None))
+            arguments = "".join(f", {name}={name}" for name in exercise.functions)
+        cells.append(_code(f"check_{exercise.name}", f'check("{exercise.key}"{arguments})', points=exercise.max_score))
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    notebook.metadata = nbformat.from_dict(
+        {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}, "language_info": {"name": "python"}}
+    )
+    return notebook
