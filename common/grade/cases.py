@@ -6,7 +6,7 @@ A seed chooses the sizes. The seed of students is known, that of an instructor i
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -71,11 +71,11 @@ class Case:
         return tensor
 
 
-def draw_cases(seed: str, exercise: str, unit: int, *, causal: str = "both", deterministic: bool = False) -> list[Case]:
+def draw_cases(seed: str, exercise: str, unit: int, *, causal: str = "both", deterministic: str = "never") -> list[Case]:
     """The cases of one exercise.
 
-    unit: about the length of a tile. causal: "both", "always" or "never". deterministic: one case asks for
-    the same bits on every run.
+    unit: about the length of a tile. causal: "both", "always" or "never". deterministic: in which cases the same
+    bits are asked for on every run: "never", "once" or "always".
     """
     rng = random.Random(f"{seed}/{exercise}")
 
@@ -91,10 +91,12 @@ def draw_cases(seed: str, exercise: str, unit: int, *, causal: str = "both", det
         Case("ragged", 1, heads, long, ragged(2.4), always),
         Case("causal, Nq = Nk", 1, 1, square, square, not never),
         Case("causal, more keys than queries", 1, 1, short, long + 7, not never),
-        Case("causal, more queries than keys", 1, 1, long + 5, short, not never, deterministic),
+        Case("causal, more queries than keys", 1, 1, long + 5, short, not never, deterministic == "once"),
         Case("strided", 2, 2, short, short + 3, always, layout="swapped"),
         Case("one query, rows with gaps, another scale", 1, 1, 1, short, always, False, 0.2 + 0.2 * rng.random(), "gaps"),
     ]  # fmt: skip
     if never:
-        cases = [Case(c.name.replace("causal, ", ""), *list(vars(c).values())[1:]) for c in cases]
-    return [Case(*list(vars(c).values())[:-1], seed=rng.randrange(1 << 30)) for c in cases]
+        cases = [replace(c, name=c.name.replace("causal, ", "")) for c in cases]
+    return [
+        replace(c, deterministic=c.deterministic or deterministic == "always", seed=rng.randrange(1 << 30)) for c in cases
+    ]

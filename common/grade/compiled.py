@@ -35,7 +35,7 @@ MAX_GRID_Y = 2  # blocks of the scalar chapters walk over several tiles, where a
 _GAP = 1 << 16
 _MAX_SCRATCH = 256 << 20
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_RUN = sandbox.Limits(wall_seconds=60, cpu_seconds=60)
+RUN = sandbox.Limits(wall_seconds=30, cpu_seconds=30)
 
 
 class CompileError(Exception):
@@ -48,6 +48,8 @@ class CompileError(Exception):
 
 class RunError(Exception):
     """A submission's process did not end as it should, or what it wrote cannot be read."""
+
+    timed_out = False
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def describe(library: Library, cases: Sequence[Case], pass_: str) -> list[list[t
     results = _results(folder)
     plain = [_plain_case(case, library.head_dim, pass_ == "backward") for case in cases]
     job = {"action": "describe", "library": str(library.path), "results": str(results), "pass": pass_, "cases": plain}
-    ended = sandbox.confined(job, folder, _RUN, readable=[library.device])
+    ended = sandbox.confined(job, folder, RUN, readable=[library.device])
     try:
         answer = json.loads(results.read_text())
         if pass_ not in answer["passes"]:
@@ -251,7 +253,7 @@ def run_case(
             "regions": regions, "strides": [list(t.stride()[:3]) for t in strided],
         },
     }  # fmt: skip
-    ended = sandbox.confined(job, folder, _RUN, readable=[library.device])
+    ended = sandbox.confined(job, folder, RUN, readable=[library.device])
     try:
         error, log.text = _read_results(results, ended, library)
         with memory_file.open("rb") as file:
@@ -276,7 +278,9 @@ def _read_results(path: Path, ended: sandbox.Ended, library: Library) -> tuple[s
     if ended.code != 0 or ended.timed_out or len(data) < 8 or len(data) < 8 + length:
         said = [line for line in ended.said.strip().splitlines() if line.strip()]
         last = f": {said[-1][:300]}" if said else ""
-        raise RunError(f"the run gave no result: {ended}{last}")
+        failure = RunError(f"the run gave no result: {ended}{last}")
+        failure.timed_out = ended.timed_out
+        raise failure
     error, log = data[8 : 8 + length].decode(errors="replace"), data[8 + length :].decode(errors="replace")
     for line in log.splitlines():
         kind, *fields = line.split("\t")

@@ -42,6 +42,10 @@ def describe(result: Tensor, exact: Tensor, comparison: Comparison, scale: float
         everywhere = "all" if nan.all() else f"{int(nan.sum())} of {nan.numel()}"
         first = [int(i) for i in nan.nonzero()[0]]
         return f"{everywhere} elements of {name} are NaN, the first {name}{first}: never written, or 0 · inf, inf − inf"
+    infinite = result.isinf() & ~exact.isinf()
+    if infinite.any():
+        first = [int(i) for i in infinite.nonzero()[0]]
+        return f"{int(infinite.sum())} of {infinite.numel()} elements of {name} are infinite, the first {name}{first}"
     if not result.any() and exact.any():
         return f"{name} is zero everywhere"
     sentence = f"{name} is off by {comparison.error:.1e} of its norm; {comparison.budget:.1e} is the budget"

@@ -17,14 +17,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 
 from common import jit
 from common.chapters import ChapterInfo, list_chapters
-from common.formulas import SYMBOLS, Problem
+from common.formulas import Formulas, Problem
 from common.grade.attention import Attention
 from common.grade.markers import apply_changes, strip_solutions, without_markers
+from common.traffic import SHARED
 
 FOLDER = jit.REPO_ROOT / "notebooks" / "exercises"
 KINDS = ("cuda", "python", "find")
@@ -43,8 +43,9 @@ _POINTS = {
 class Limit:
     """What a kernel may ask memory for at most.
 
-    quantity: ``tensor.read``, ``.written``, ``.atomics`` or ``.bytes``; "atomics" or "bytes" of all tensors;
-    "scratch", bytes of scratch memory; "barriers". at_most: a formula. says: the limit in words. hint: toward the idea.
+    quantity: ``tensor.read``, ``.written``, ``.atomics`` or ``.bytes``, of a tensor or of "shared"; "atomics" or
+    "bytes" of all tensors; "scratch", bytes of scratch memory; "barriers". at_most: a formula. says: the limit in
+    words. hint: toward the idea.
     """
 
     quantity: str
@@ -74,7 +75,7 @@ class Exercise:
     dtype: torch.dtype = torch.float32
     head_dim: int = 24
     causal: str = "both"
-    deterministic: bool = False
+    deterministic: str = "never"
     attention: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     where: Mapping[str, str] = field(default_factory=dict)
@@ -157,21 +158,28 @@ class Exercise:
         return Attention.read(self.attention, constants)
 
     def limit(self, limit: Limit, problem: Problem, constants: Mapping[str, int]) -> int:
-        """The number that a formula of the ledger gives. Raises ValueError for one that cannot be read."""
-        names = {name: sympy.Symbol(name, integer=True) for name in (*SYMBOLS, *self.where, *constants, "i")}
-        values: dict[sympy.Symbol, Any] = {s: v for s, v in problem.values().items()}
-        values = {names[str(symbol)]: value for symbol, value in values.items()}
-        values |= {names[name]: value for name, value in constants.items()}
+        """The number that a formula of the ledger gives.
 
-        def evaluate(text: str) -> int:
-            try:
-                return int(sympy.sympify(text, locals=names).subs(values).doit())
-            except (sympy.SympifyError, TypeError, SyntaxError) as error:
-                raise ValueError(f"{self.key}: {text!r} is no formula ({error})") from error
+        It is written in the symbols of the chapter's own formulas, the constants of the variant, and ``chapter``:
+        what the chapter itself asks for. Raises ValueError for a formula that cannot be read.
+        """
+        where = {**self.info.traffic.get("where", {}), **self.where, **{k: str(v) for k, v in constants.items()}}
+        if "chapter" in limit.at_most:
+            where["chapter"] = str(self._of_chapter(limit.quantity, problem))
+        data = {"where": where, "limit": {"limit": {"read": limit.at_most}}}
+        return Formulas(data, "limit").evaluate(problem)["limit", "read"]
 
-        for name, text in self.where.items():
-            values[names[name]] = evaluate(text)
-        return evaluate(limit.at_most)
+    def _of_chapter(self, quantity: str, problem: Problem) -> int:
+        formulas = self.info.formulas(self.pass_)
+        if formulas is None:
+            raise ValueError(f"{self.chapter} has no formulas of its {self.pass_} pass")
+        tensors = formulas.predict(problem)
+        name, _, operation = quantity.rpartition(".")
+        if quantity == "bytes":
+            return sum(t.bytes for memory, t in tensors.items() if memory != SHARED)
+        if name not in tensors:
+            raise ValueError(f"{self.key}: the chapter has no formula for {quantity}")
+        return getattr(tensors[name], operation)
 
 
 def _points(kind: str, data: Mapping[str, Any], pass_: str) -> dict[str, float]:
@@ -196,6 +204,7 @@ def read_exercise(path: Path) -> Exercise:
             ("pass", pass_, tuple(RESULTS)),
             ("difficulty", data["difficulty"], DIFFICULTIES),
             ("causal", data.get("causal", "both"), ("both", "always", "never")),
+            ("deterministic", data.get("deterministic", "never"), ("never", "once", "always")),
         ):
             if value not in accepted:
                 raise ValueError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
@@ -214,7 +223,7 @@ def read_exercise(path: Path) -> Exercise:
             dtype=_DTYPES[data.get("dtype", "float32")],
             head_dim=data.get("head_dim", 24),
             causal=data.get("causal", "both"),
-            deterministic=data.get("deterministic", False),
+            deterministic=data.get("deterministic", "never"),
             attention=data.get("attention", {}),
             variants={name: tuple(values) for name, values in data.get("variants", {}).items()},
             where=data.get("where", {}),

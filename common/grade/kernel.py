@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from common.grade.results import Check, Item
 from common.grade.scan import scan
 from common.reference import Comparison
 from common.report import Finding, Report
+from common.traffic import SHARED
 
 _READ = {"backward": ("q", "k", "v", "dout"), "forward": ("q", "k", "v")}
 
@@ -33,6 +35,8 @@ class CaseResult:
     comparisons: list[Comparison] = field(default_factory=list)
     report: Report | None = None
     failed: str = ""
+    took_too_long: bool = False
+    scratch: int = 0  # bytes
 
     @property
     def findings(self) -> list[Finding]:
@@ -116,9 +120,9 @@ def _run_cases(
     results = []
     for case, layout in zip(cases, layouts, strict=True):
         results.append(_run_case(exercise, library, constants, case, layout))
-        # What crashes or hangs in one case does so in the others, and an endless loop takes its time.
-        if len(results) == 2 and all(r.failed for r in results):
-            results += [CaseResult(rest, failed=results[0].failed) for rest in cases[2:]]
+        # What hangs in one case does so in the others, and takes its time.
+        if results[0].took_too_long or (len(results) == 2 and all(r.failed for r in results)):
+            results += [CaseResult(rest, failed=results[0].failed) for rest in cases[len(results) :]]
             break
     return results
 
@@ -131,11 +135,11 @@ def _run_case(
     scale = case.scale(exercise.head_dim)
     backward = exercise.pass_ == "backward"
     saved = attention.saved(x, scale, case.is_causal) if backward else None
-    result = CaseResult(case)
+    result = CaseResult(case, scratch=sum(prod(shape) * dtype.itemsize for _, dtype, shape, _ in layout))
     try:
         outputs, result.report = compiled.run_case(library, case, x, saved, layout, exercise.info)
     except RunError as error:
-        result.failed = str(error)
+        result.failed, result.took_too_long = str(error), error.timed_out
         return result
     if result.report.error is not None:
         result.failed = result.report.error
@@ -241,8 +245,11 @@ def _as_far_as_right(check: Check, right: float) -> Check:
     return check
 
 
-def _quantity(limit: Limit, report: Report) -> int:
-    traffic = report.traffic
+def _quantity(limit: Limit, result: CaseResult) -> int:
+    assert result.report is not None
+    traffic = result.report.traffic
+    if limit.quantity == "scratch":
+        return result.scratch
     if limit.quantity == "barriers":
         return traffic.block_barriers
     if limit.quantity == "atomics":
@@ -250,7 +257,7 @@ def _quantity(limit: Limit, report: Report) -> int:
     if limit.quantity == "bytes":
         return traffic.bytes
     memory, _, operation = limit.quantity.rpartition(".")
-    tensor = traffic.tensors.get(memory)
+    tensor = traffic.shared if memory == SHARED else traffic.tensors.get(memory)
     if operation not in ("read", "written", "atomics", "bytes"):
         raise ValueError(f"ledger quantity {limit.quantity!r}: expected tensor.read, .written, .atomics or .bytes")
     return 0 if tensor is None else getattr(tensor, operation)
@@ -268,7 +275,7 @@ def _ledger(exercise: Exercise, results: list[CaseResult], constants: Mapping[st
     for limit in exercise.ledger:
         for r in complete:
             problem = r.case.problem(exercise.head_dim, exercise.dtype)
-            at_most, count = exercise.limit(limit, problem, constants), _quantity(limit, r.report)
+            at_most, count = exercise.limit(limit, problem, constants), _quantity(limit, r)
             if count > at_most:
                 memory = limit.quantity.partition(".")[0]
                 lines = sorted({q.where.line for q in r.report.traffic.requests if q.memory == memory and q.where.line > 0})
@@ -276,7 +283,10 @@ def _ledger(exercise: Exercise, results: list[CaseResult], constants: Mapping[st
                 break
         else:
             kept.append(limit.says)
-    share = len(kept) / len(exercise.ledger)
+    # What the chapter keeps already earns nothing, but must not be lost.
+    earning = [limit for limit in exercise.ledger if limit.at_most != "chapter"] or list(exercise.ledger)
+    lost = {limit.says for limit, _, _ in broken}
+    share = 0.0 if lost - {limit.says for limit in earning} else sum(l.says not in lost for l in earning) / len(earning)
     if not broken:
         return _as_far_as_right(Check("ledger", points, 1.0, f"kept: {'; '.join(kept)}"), right)
     limit, seen, lines = broken[0]

@@ -120,7 +120,7 @@ def confined(
         "TMPDIR": str(folder),
         "HOME": str(folder),
         "OMP_NUM_THREADS": "1",
-        "FA2_CPU_BLOCK_TIMEOUT": "10",
+        "FA2_CPU_BLOCK_TIMEOUT": f"{limits.wall_seconds / 3:.1f}",  # says which thread, before the end
     }
     start = time.monotonic()
     with said.open("wb") as output:

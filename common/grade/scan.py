@@ -15,7 +15,8 @@ ALLOWED_INCLUDES = re.compile(
 _WORDS = re.compile(
     r"\b(asm|__asm__|__asm|dlopen|dlsym|syscall|v?fork|system|popen|exec[lv]p?e?|p?exit|_exit|_Exit|quick_exit|"
     r"atexit|kill|raise|signal|sigaction|f?open|[io]?fstream|mmap|mprotect|ptrace|setjmp|longjmp|pthread_\w+|"
-    r"constructor|destructor|cpu_device_\w+|grade_\w+|__tsan_\w+|__wrap_\w+|torch|at|c10)\b(?=\s*[\(:<\)]|\s+\w+\s*[;\({])"
+    r"constructor|destructor|cpu_device_\w+|grade_\w+|__tsan_\w+|__wrap_\w+)\b(?=\s*[\(<\)]|\s+\w+\s*[;\({])"
+    r"|\b(torch|at|c10)(?=::)"
 )
 
 
@@ -50,8 +51,8 @@ def scan(text: str) -> list[tuple[int, str]]:
     for number, line in enumerate(without_comments(text).splitlines(), start=1):
         if re.match(r"\s*#\s*include", line):
             continue
-        for word in _WORDS.findall(line):
-            found.append((number, f"uses {word}, which a kernel has no use for"))
+        for match in _WORDS.finditer(line):
+            found.append((number, f"uses {match[0]}, which a kernel has no use for"))
     return found
 
 
