@@ -25,7 +25,6 @@ from common.grade.exercises import Exercise
 from common.grade.results import Check, Item
 
 _LIMITS = sandbox.Limits(wall_seconds=60, cpu_seconds=60, memory_bytes=16 << 30, file_bytes=16 << 20)
-_REST = "nothing was returned"
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,8 @@ def _difference(answer: Any, question: Question) -> str:
 
 def _described(question: Question) -> str:
     shown = [
-        f"tensor {list(a.shape)}" if isinstance(a, Tensor) else str(a) for a in question.arguments
+        f"tensor {list(a.shape)}" if isinstance(a, Tensor) else f"{len(a)} rows" if isinstance(a, list) else str(a)
+        for a in question.arguments
     ]
     return f"{question.function}({', '.join(shown)})"
 

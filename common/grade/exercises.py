@@ -173,6 +173,8 @@ class Exercise:
         formulas = self.info.formulas(self.pass_)
         if formulas is None:
             raise ValueError(f"{self.chapter} has no formulas of its {self.pass_} pass")
+        if quantity == "barriers":
+            return formulas.evaluate(problem)["barriers", ""]
         tensors = formulas.predict(problem)
         name, _, operation = quantity.rpartition(".")
         if quantity == "bytes":
@@ -184,7 +186,7 @@ class Exercise:
 
 def _points(kind: str, data: Mapping[str, Any], pass_: str) -> dict[str, float]:
     """Points by check: those of "correct" are split among the results."""
-    points = {**_POINTS[kind], **data}
+    points = dict(data) if kind == "python" and data else {**_POINTS[kind], **data}
     if kind == "cuda":
         share = points.pop("correct") / len(RESULTS[pass_])
         points = {**dict.fromkeys(RESULTS[pass_], share), **points}

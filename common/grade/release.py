@@ -31,7 +31,7 @@ from common.grade.markers import MarkerError, solution_lines
 from common.grade.notebook import make_notebook
 
 OUT = jit.REPO_ROOT / "out" / "assignment"
-_COPIED = ("LICENSE", "pyproject.toml", "constraints.txt")
+_COPIED = ("LICENSE", "pyproject.toml", "constraints.txt", "notebooks/measurements/ratio.json")
 _IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc")
 _README = """# Exercises: the backward pass of FlashAttention-2
 
@@ -171,6 +171,7 @@ def make_release(out: Path, assignment: Assignment, chapter: str | None = None) 
     for name in ("common", "chapters"):
         shutil.copytree(jit.REPO_ROOT / name, release / name, ignore=_IGNORED)
     for name in _COPIED:
+        (release / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(jit.REPO_ROOT / name, release / name)
     _write_tasks(release / "notebooks" / "exercises", exercises)
     example = next((e.name for e in exercises if e.chapter.startswith("02")), exercises[0].name)
