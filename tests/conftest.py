@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from grade_mutants import score_table as graded_table
 from helpers import backward_chapters, forward_chapters, loaded, reproducible
 from mutation import score_table
 
@@ -36,6 +37,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if results:
         terminalreporter.section("mutants: who sees what is taken away")
         terminalreporter.write_line(score_table([tuple(result) for result in sorted(results)]))
+    graded = [value for r in reports for name, value in r.user_properties if name == "graded mutant"]
+    if graded:
+        terminalreporter.section("known-wrong kernels and their scores (test_grade_mutants.py)")
+        terminalreporter.write_line(graded_table([tuple(row) for row in graded]))
 
 
 def _one_worker_each(chapters: list[str]) -> list:
