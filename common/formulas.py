@@ -8,9 +8,10 @@ own. They equal what the checker counts, exactly, at every size (tests/test_form
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import sympy
@@ -215,6 +216,40 @@ class Formulas:
             if more <= used:
                 return used
             used |= more
+
+
+def number(text: str, values: Mapping[str, int], where: Mapping[str, str]) -> int:
+    """One formula where all symbols are numbers, many times faster than ``Formulas`` and as exact for 53 bits.
+
+    values: symbol → number. where: symbol → formula, besides T_q, T_k and V. Raises ValueError, naming what is
+    wrong, for a text that is no formula or a symbol that nothing defines.
+    """
+    known = dict(values)
+    definitions = {**where, **_ALWAYS_DEFINED}
+
+    def value_of(text: str, pending: tuple[str, ...]) -> float:
+        function, names = _compiled(text)
+        for name in names:
+            if name in known:
+                continue
+            if name in pending or name not in definitions:
+                raise ValueError(f"{text!r} uses {name}, which nothing defines")
+            known[name] = int(value_of(str(definitions[name]), (*pending, name)))
+        return function(*(known[name] for name in names))
+
+    return int(value_of(text, ()))
+
+
+@lru_cache(maxsize=4096)
+def _compiled(text: str) -> tuple[Callable[..., float], tuple[str, ...]]:
+    """A formula as a Python function of its symbols, and their names."""
+    names = {name: sympy.Symbol(name, integer=True) for name in re.findall(r"\b[A-Za-z]\w*\b(?!\()", text) if name != "True"}
+    try:
+        expression = sympy.sympify(text, locals=names)
+        used = sorted(str(symbol) for symbol in expression.free_symbols)
+    except (sympy.SympifyError, TypeError, SyntaxError, AttributeError) as error:
+        raise ValueError(f"not a formula: {text!r} ({error})") from error
+    return sympy.lambdify([names[name] for name in used], expression, modules="math"), tuple(used)
 
 
 def _latex(expression: sympy.Basic) -> str:

@@ -13,7 +13,7 @@ from helpers import draw, nearest_build
 from common import Chapter, load_chapter
 from common.chapters import ChapterInfo, list_chapters
 from common.check import Report
-from common.formulas import Formulas, Problem
+from common.formulas import Formulas, Problem, number
 
 CHAPTERS = list_chapters()
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -173,3 +173,25 @@ def test_sympy_names_are_not_taken_for_constants() -> None:
     formulas = Formulas({"where": {"S": "d", "E": "2"}, "backward": {"q": {"read": "S*E"}}}, "backward")
     assert formulas.evaluate(Problem(1, 1, 8, 8, 16, F32)) == {("q", "read"): 32}
     assert isinstance(formulas.expressions["q", "read"], sympy.Mul)
+
+
+def test_a_number_is_what_the_formulas_give() -> None:
+    """The fast way against the exact one, over every formula of every chapter."""
+    problems = [
+        Problem(2, 3, 77, 70, 16, torch.float32),
+        Problem(1, 2, 70, 77, 24, torch.float16, is_causal=True, deterministic=True),
+    ]
+    for info in list_chapters():
+        for pass_ in ("forward", "backward"):
+            formulas = info.formulas(pass_)
+            if formulas is None:
+                continue
+            for problem in problems:
+                values = {str(symbol): value for symbol, value in problem.values().items()}
+                for key, value in formulas.evaluate(problem).items():
+                    assert number(formulas.text[key], values, info.traffic.get("where", {})) == value, (info.name, key)
+    assert number("Sum(Max(0, i - a), (i, 0, 3)) + Piecewise((1, a > 2), (5, True))", {"a": 2}, {}) == 6
+    with pytest.raises(ValueError, match="uses nope, which nothing defines"):
+        number("nope + 1", {}, {})
+    with pytest.raises(ValueError, match="not a formula"):
+        number("1 +", {}, {})

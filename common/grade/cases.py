@@ -83,6 +83,10 @@ def draw_cases(seed: str, exercise: str, unit: int, *, causal: str = "both", det
         """About so many tiles, and never a whole number of 16."""
         return 16 * int(unit * tiles / 16) + rng.randrange(1, 16)
 
+    def uneven(n: int) -> int:
+        """The number, or the next one."""
+        return n + (n % 16 == 0)
+
     always, never = causal == "always", causal == "never"
     heads = 2 if unit <= 32 else 1
     short, long = ragged(1.2 + 0.4 * rng.random()), ragged(2.2 + 0.4 * rng.random())
@@ -90,9 +94,9 @@ def draw_cases(seed: str, exercise: str, unit: int, *, causal: str = "both", det
     cases = [
         Case("ragged", 1, heads, long, ragged(2.4), always),
         Case("causal, Nq = Nk", 1, 1, square, square, not never),
-        Case("causal, more keys than queries", 1, 1, short, long + 7, not never),
-        Case("causal, more queries than keys", 1, 1, long + 5, short, not never, deterministic == "once"),
-        Case("strided", 2, 2, short, short + 3, always, layout="swapped"),
+        Case("causal, more keys than queries", 1, 1, short, uneven(long + 7), not never),
+        Case("causal, more queries than keys", 1, 1, uneven(long + 5), short, not never, deterministic == "once"),
+        Case("strided", 2, 2, short, uneven(short + 3), always, layout="swapped"),
         Case("one query, rows with gaps, another scale", 1, 1, 1, short, always, False, 0.2 + 0.2 * rng.random(), "gaps"),
     ]  # fmt: skip
     if never:

@@ -21,7 +21,7 @@ import torch
 
 from common import jit
 from common.chapters import ChapterInfo, list_chapters
-from common.formulas import Formulas, Problem
+from common.formulas import Problem, number
 from common.grade.attention import Attention
 from common.grade.markers import apply_changes, strip_solutions, without_markers
 from common.traffic import SHARED
@@ -163,25 +163,29 @@ class Exercise:
         It is written in the symbols of the chapter's own formulas, the constants of the variant, and ``chapter``:
         what the chapter itself asks for. Raises ValueError for a formula that cannot be read.
         """
-        where = {**self.info.traffic.get("where", {}), **self.where, **{k: str(v) for k, v in constants.items()}}
+        where = {**self.info.traffic.get("where", {}), **self.where}
+        values = {str(symbol): value for symbol, value in problem.values().items()} | dict(constants)
         if "chapter" in limit.at_most:
-            where["chapter"] = str(self._of_chapter(limit.quantity, problem))
-        data = {"where": where, "limit": {"limit": {"read": limit.at_most}}}
-        return Formulas(data, "limit").evaluate(problem)["limit", "read"]
+            values["chapter"] = self._of_chapter(limit.quantity, problem)
+        return number(limit.at_most, values, where)
 
     def _of_chapter(self, quantity: str, problem: Problem) -> int:
-        formulas = self.info.formulas(self.pass_)
-        if formulas is None:
+        traffic = self.info.traffic
+        if self.pass_ not in traffic:
             raise ValueError(f"{self.chapter} has no formulas of its {self.pass_} pass")
-        if quantity == "barriers":
-            return formulas.evaluate(problem)["barriers", ""]
-        tensors = formulas.predict(problem)
+        texts = traffic[self.pass_]
         name, _, operation = quantity.rpartition(".")
-        if quantity == "bytes":
-            return sum(t.bytes for memory, t in tensors.items() if memory != SHARED)
-        if name not in tensors:
+        if quantity == "barriers":
+            wanted = [texts["barriers"]]
+        elif quantity == "bytes":
+            tensors = [of for tensor, of in texts.items() if tensor not in ("barriers", SHARED)]
+            wanted = [text for of in tensors for what, text in of.items() if what != "atomics"]
+        elif operation in texts.get(name, {}):
+            wanted = [texts[name][operation]]
+        else:
             raise ValueError(f"{self.key}: the chapter has no formula for {quantity}")
-        return getattr(tensors[name], operation)
+        values = {str(symbol): value for symbol, value in problem.values().items()}
+        return sum(number(text, values, traffic.get("where", {})) for text in wanted)
 
 
 def _points(kind: str, data: Mapping[str, Any], pass_: str) -> dict[str, float]:
