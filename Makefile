@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run notebooks lab test test-slow test-all bench sanitize check experiments counters counters-page readme resources diff new-chapter lint format clean
+.PHONY: help setup run notebooks lab test test-slow test-all bench sanitize check experiments counters counters-page readme resources diff new-chapter assignment grade lint format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -80,6 +80,12 @@ diff: $(READY) ## what changes between two chapters: make diff A=01 B=02
 
 new-chapter: $(READY) ## start a chapter from another: make new-chapter NAME=13_idea FROM=02
 	@$(PYTHON) -m common.new_chapter $(NAME) $(FROM)
+
+assignment: $(READY) ## exercises to hand out, into out/assignment: make assignment STUDENTS=roster.csv SOLUTIONS=folder
+	@$(PYTHON) -m common.grade.release $(if $(STUDENTS),--students $(STUDENTS)) $(if $(SOLUTIONS),--solutions $(SOLUTIONS)) $(ARGS)
+
+grade: $(READY) ## grade a folder of submissions, without a GPU, into out/grades: make grade SUBMISSIONS=folder
+	@$(PYTHON) -m common.grade.submissions $(or $(SUBMISSIONS),$(error say SUBMISSIONS=folder, with one folder a student)) $(ARGS)
 
 lint: $(READY) ## ruff and clang-format, changing nothing
 	$(PYTHON) -m ruff check .

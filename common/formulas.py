@@ -219,10 +219,10 @@ class Formulas:
 
 
 def number(text: str, values: Mapping[str, int], where: Mapping[str, str]) -> int:
-    """One formula where all symbols are numbers, many times faster than ``Formulas`` and as exact for 53 bits.
+    """One formula where all symbols are numbers: many times faster than ``Formulas``, exact up to 53 bits.
 
-    values: symbol → number. where: symbol → formula, besides T_q, T_k and V. Raises ValueError, naming what is
-    wrong, for a text that is no formula or a symbol that nothing defines.
+    values: symbol → number. where: symbol → formula, besides T_q, T_k and V. Raises ValueError, naming it,
+    for a text that is no formula and for a symbol that nothing defines.
     """
     known = dict(values)
     definitions = {**where, **_ALWAYS_DEFINED}
@@ -243,7 +243,11 @@ def number(text: str, values: Mapping[str, int], where: Mapping[str, str]) -> in
 @lru_cache(maxsize=4096)
 def _compiled(text: str) -> tuple[Callable[..., float], tuple[str, ...]]:
     """A formula as a Python function of its symbols, and their names."""
-    names = {name: sympy.Symbol(name, integer=True) for name in re.findall(r"\b[A-Za-z]\w*\b(?!\()", text) if name != "True"}
+    names = {
+        name: sympy.Symbol(name, integer=True)
+        for name in re.findall(r"\b[A-Za-z]\w*\b(?!\()", text)
+        if name != "True"
+    }
     try:
         expression = sympy.sympify(text, locals=names)
         used = sorted(str(symbol) for symbol in expression.free_symbols)

@@ -144,6 +144,7 @@ def cuda_problem() -> str | None:
 
 @functools.cache
 def host_compiler() -> str:
+    """The C++ compiler that builds use. Raises ``BuildError`` if there is none."""
     name = os.environ.get("CXX", "c++")
     if shutil.which(name) is None and "CXX" not in os.environ and shutil.which("g++"):
         name = os.environ["CXX"] = "g++"

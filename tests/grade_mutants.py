@@ -45,7 +45,11 @@ class Mutant:
     @property
     def lost(self) -> set[str]:
         """Checks that must cost points."""
-        return {c for name in self.rule.lost for c in (RESULTS[self.exercise.pass_] if name == "results" else (name,))}
+        return {
+            c
+            for name in self.rule.lost
+            for c in (RESULTS[self.exercise.pass_] if name == "results" else (name,))
+        }
 
 
 def _sub(*pairs: tuple[str, str], count: int = 0) -> Callable[[str], str]:
@@ -198,12 +202,16 @@ RULES = [
 
 def mutants() -> Iterator[Mutant]:
     """Every rule on every chapter: of its exercises in turn, the first to which the rule applies."""
-    for chapter, group in _cuda_exercises().items():
+    for group in _cuda_exercises().values():
         for turn, rule in enumerate(RULES):
             ordered = group[turn % len(group) :] + group[: turn % len(group)]
             for exercise in ordered:
                 text = exercise.solution()
-                changed = rule.change(text) if rule.pass_ == exercise.pass_ or rule.name == "PyTorch instead of CUDA" else text
+                changed = (
+                    rule.change(text)
+                    if rule.pass_ == exercise.pass_ or rule.name == "PyTorch instead of CUDA"
+                    else text
+                )
                 if changed != text:
                     yield Mutant(exercise, rule, changed)
                     break
@@ -220,5 +228,7 @@ def _cuda_exercises() -> dict[str, list[Exercise]]:
 def score_table(rows: list[tuple[str, str, float, float, str]]) -> str:
     """(exercise, rule, score, of, what cost points) of each mutant → a table."""
     lines = [f"{'exercise':<34}{'what is wrong with it':<32}{'score':>6}  lost in"]
-    lines += [f"{exercise:<34}{rule:<32}{score:>6.2f}  {lost}" for exercise, rule, score, _, lost in sorted(rows)]
+    lines += [
+        f"{exercise:<34}{rule:<32}{score:>6.2f}  {lost}" for exercise, rule, score, _, lost in sorted(rows)
+    ]
     return "\n".join([*lines, f"{len(rows)} known-wrong kernels"])

@@ -189,7 +189,10 @@ def test_a_number_is_what_the_formulas_give() -> None:
             for problem in problems:
                 values = {str(symbol): value for symbol, value in problem.values().items()}
                 for key, value in formulas.evaluate(problem).items():
-                    assert number(formulas.text[key], values, info.traffic.get("where", {})) == value, (info.name, key)
+                    assert number(formulas.text[key], values, info.traffic.get("where", {})) == value, (
+                        info.name,
+                        key,
+                    )
     assert number("Sum(Max(0, i - a), (i, 0, 3)) + Piecewise((1, a > 2), (5, True))", {"a": 2}, {}) == 6
     with pytest.raises(ValueError, match="uses nope, which nothing defines"):
         number("nope + 1", {}, {})

@@ -52,7 +52,9 @@ def test_the_starter_compiles_and_scores_below_half(key: str) -> None:
     if exercise.kind == "cuda":
         assert item.checks[0].name == "compiles"
         assert item.checks[0].ok
-        assert not any("could not be" in check.seen or "no result" in check.seen for check in item.checks), str(item)
+        assert not any("could not be" in check.seen or "no result" in check.seen for check in item.checks), (
+            str(item)
+        )
 
 
 @pytest.mark.slow
@@ -88,7 +90,11 @@ def test_the_books_own_three_are_among_them() -> None:
 def test_a_solution_is_no_chapter(key: str) -> None:
     """What an exercise asks for is not in the repository already."""
     exercise = EXERCISES[key]
-    lines = {line.strip() for line in exercise.solution().splitlines() if line.strip() and not line.startswith("//")}
+    lines = {
+        line.strip()
+        for line in exercise.solution().splitlines()
+        if line.strip() and not line.startswith("//")
+    }
     for info in list_chapters():
         others = {line.strip() for line in info.kernel.read_text().splitlines()}
         assert lines - others, f"{key} is {info.name}"
@@ -148,14 +154,18 @@ def test_extra_bytes_are_what_the_checker_counts() -> None:
 
     attention = exercise.attention_of({})
     with tempfile.TemporaryDirectory() as folder:
-        library = compiled.compile_submission(exercise.solution(), exercise.file, Path(folder), exercise.dtype, exercise.head_dim)
+        library = compiled.compile_submission(
+            exercise.solution(), exercise.file, Path(folder), exercise.dtype, exercise.head_dim
+        )
         cases = [case for case in cases_of(exercise, "ledger") if not case.is_causal]
         layouts = compiled.describe(library, cases, "backward")
         for case, layout in zip(cases, layouts, strict=True):
             x = case.inputs(exercise.head_dim, exercise.dtype)
             saved = attention.saved(x, case.scale(exercise.head_dim), False)
             _, report = compiled.run_case(library, case, x, saved, layout, exercise.info)
-            problem = Problem(case.batch, case.num_heads, case.seqlen_q, case.seqlen_k, exercise.head_dim, torch.float32)
+            problem = Problem(
+                case.batch, case.num_heads, case.seqlen_q, case.seqlen_k, exercise.head_dim, torch.float32
+            )
             formulas = exercise.info.formulas("backward")
             assert formulas is not None
             chapter = sum(t.bytes for name, t in formulas.predict(problem).items() if name != "shared")
@@ -188,7 +198,9 @@ def test_a_planted_fault_is_graded_by_line_and_kind(chapter: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_a_planted_fault_is_seen_by_the_checker(chapter: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_planted_fault_is_seen_by_the_checker(
+    chapter: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """The disguised file compiles, and the checker has something to say about it; without a fault it has not."""
     from common.grade.exercises import Exercise as Kind
 

@@ -35,7 +35,9 @@ def test_a_stub_takes_the_place() -> None:
 
 def test_python_and_markdown() -> None:
     python = "def f():\n    ### BEGIN SOLUTION\n    return 1\n    ### END SOLUTION\n"
-    assert strip_solutions(python, ".py") == "def f():\n    # YOUR CODE HERE\n    raise NotImplementedError()\n"
+    assert (
+        strip_solutions(python, ".py") == "def f():\n    # YOUR CODE HERE\n    raise NotImplementedError()\n"
+    )
     assert strip_solutions(python.replace("###", "#"), ".py") == strip_solutions(python, ".py")
     markdown = "text\n<!-- BEGIN SOLUTION -->\n$x = 1$\n<!-- END SOLUTION -->\nmore\n"
     assert strip_solutions(markdown, ".md") == "text\n*Your answer here*\nmore\n"
@@ -44,12 +46,18 @@ def test_python_and_markdown() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("// BEGIN SOLUTION\n// BEGIN SOLUTION\n// END SOLUTION\n", "f.cu:2: a solution begins inside the one that began at line 1"),
+        (
+            "// BEGIN SOLUTION\n// BEGIN SOLUTION\n// END SOLUTION\n",
+            "f.cu:2: a solution begins inside the one that began at line 1",
+        ),
         ("a\n// BEGIN SOLUTION\nx\n", "begins at line 2 never ends"),
         ("// END SOLUTION\n", "f.cu:1: END SOLUTION outside of a solution"),
         ("// STUB\n", "f.cu:1: STUB outside"),
         ("// BEGIN SOLUTION\n// STUB\n// STUB\n// END SOLUTION\n", "a second STUB"),
-        ("// BEGIN SOLUTION\n// STUB\ncode();\n// END SOLUTION\n", "f.cu:3: what follows STUB must be commented out"),
+        (
+            "// BEGIN SOLUTION\n// STUB\ncode();\n// END SOLUTION\n",
+            "f.cu:3: what follows STUB must be commented out",
+        ),
         ("// BEGIN SOLUTION here\nx\n// END SOLUTION\n", "f.cu:1: .* looks like a marker but is not one"),
         ("// begin solution\nx\n// end solution\n", "looks like a marker"),
         ("x(); // BEGIN SOLUTION\n", "looks like a marker"),

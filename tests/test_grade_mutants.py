@@ -19,16 +19,24 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in MUTANTS])
-def test_mutant_is_rejected_for_the_right_reason(name: str, record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize(
+    "name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in MUTANTS]
+)
+def test_mutant_is_rejected_for_the_right_reason(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
     mutant = MUTANTS[name]
     item = grade_kernel(mutant.exercise, mutant.text, seed="mutants")
     lost = [check.name for check in item.failed]
-    record_property("graded mutant", (item.exercise, mutant.rule.name, item.score, item.max_score, ", ".join(lost)))
+    record_property(
+        "graded mutant", (item.exercise, mutant.rule.name, item.score, item.max_score, ", ".join(lost))
+    )
     assert item.score < item.max_score, f"full marks for {mutant.rule.name}"
     assert mutant.lost <= set(lost), f"{mutant.lost - set(lost)} should have cost points\n{item}"
     kept = {check.name for check in item.checks if check.ok}
-    assert set(mutant.rule.kept) <= kept, f"{set(mutant.rule.kept) - kept} cost points and should not have\n{item}"
+    assert set(mutant.rule.kept) <= kept, (
+        f"{set(mutant.rule.kept) - kept} cost points and should not have\n{item}"
+    )
     seen = " ".join(check.seen for check in item.failed)
     assert re.search(mutant.rule.said, seen), f"nothing says {mutant.rule.said!r}\n{item}"
     assert all(check.seen for check in item.checks)
@@ -37,7 +45,9 @@ def test_mutant_is_rejected_for_the_right_reason(name: str, record_property: Cal
 
 def test_there_are_enough_and_of_every_kind() -> None:
     assert len(MUTANTS) >= 60
-    assert {mutant.exercise.chapter for mutant in MUTANTS.values()} == {f"{e.exercise.chapter}" for e in MUTANTS.values()}
+    assert {mutant.exercise.chapter for mutant in MUTANTS.values()} == {
+        f"{e.exercise.chapter}" for e in MUTANTS.values()
+    }
     assert len({mutant.exercise.chapter for mutant in MUTANTS.values()}) == 12
     assert {mutant.rule.name for mutant in MUTANTS.values()} == {rule.name for rule in RULES}
     assert set(MUTANTS) >= SAMPLE

@@ -6,7 +6,6 @@ not use is switched off, so that what stops it is the sandbox.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -22,7 +21,10 @@ from common.grade.scan import scan
 pytestmark = pytest.mark.xdist_group("grade")
 EXERCISE = find_exercise("02_tiled/alibi")
 LAUNCHER = "cudaError_t launch_backward(const BackwardParams& params, void*, cudaStream_t stream) {\n"
-HEADERS = "".join(f"#include <{name}>\n" for name in ("unistd.h", "signal.h", "sys/socket.h", "cstdio", "cstdlib", "fcntl.h", "cerrno"))
+HEADERS = "".join(
+    f"#include <{name}>\n"
+    for name in ("unistd.h", "signal.h", "sys/socket.h", "cstdio", "cstdlib", "fcntl.h", "cerrno")
+)
 SECRET = jit.REPO_ROOT / "notebooks" / "exercises" / "02_tiled" / "alibi" / "changes.txt"
 
 
@@ -95,7 +97,9 @@ def test_what_it_may_not_do_fails_and_the_rest_is_graded() -> None:
 
 def test_the_test_above_can_fail() -> None:
     """What is allowed does return the error that marks success."""
-    item = graded(with_launcher('if (open("/usr/include/stdio.h", O_RDONLY) >= 0) return cudaErrorInvalidValue;'))
+    item = graded(
+        with_launcher('if (open("/usr/include/stdio.h", O_RDONLY) >= 0) return cudaErrorInvalidValue;')
+    )
     assert item.score == EXERCISE.points["compiles"]
 
 
@@ -143,7 +147,11 @@ def test_results_that_the_launcher_made_itself_do_not_count() -> None:
 @slow
 def test_a_forged_log_forges_no_result() -> None:
     """The process may write what it likes to the file of results: what counts is the memory, compared outside."""
-    item = graded(with_launcher(r'for (int fd = 3; fd < 64; ++fd) { (void)!write(fd, "\0\0\0\0\0\0\0\0", 8); } _exit(0);'))
+    item = graded(
+        with_launcher(
+            r'for (int fd = 3; fd < 64; ++fd) { (void)!write(fd, "\0\0\0\0\0\0\0\0", 8); } _exit(0);'
+        )
+    )
     assert item.score == EXERCISE.points["compiles"], str(item)
     noise = r'for (int fd = 3; fd < 64; ++fd) { (void)!write(fd, "\0\0\0\0\0\0\0\0launch\tx\nfinding\t9\n", 30); } _exit(0);'
     assert graded(with_launcher(noise)).score == EXERCISE.points["compiles"]
@@ -156,7 +164,7 @@ def test_a_forged_log_forges_no_result() -> None:
         ('#include "ATen/ATen.h"', "includes ATen/ATen.h"),
         ("void f() { exit(0); }", "uses exit"),
         ('void f() { system("true"); }', "uses system"),
-        ("void f() { asm(\"nop\"); }", "uses asm"),
+        ('void f() { asm("nop"); }', "uses asm"),
         ("__attribute__((constructor)) void f() {}", "uses constructor"),
     ],
 )
@@ -184,4 +192,4 @@ def test_one_submission_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(tempfile, "tempdir", None)
     graded(with_launcher("exit(0);"))
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m common.grade", description=__doc__.splitlines()[0])
     parser.add_argument("chapter", metavar="NN", help="number or name of a chapter")
     parser.add_argument("--exercise", metavar="NAME", help="default: all of the chapter")
-    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="where your files are; default: exercises/NN_name")
+    parser.add_argument(
+        "--folder", type=Path, metavar="FOLDER", help="where your files are; default: exercises/NN_name"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the feedback as a page")
     options = parser.parse_args(arguments)
     try:
@@ -45,10 +47,19 @@ def main(arguments: list[str] | None = None) -> int:
                 sources[exercise.key] = read_submission(folder / exercise.file)
             except ValueError:
                 continue
-        text = page(f"Chapter {exercises[0].chapter}", items, {e.key: e for e in exercises}, sources, sandbox.describe_protection())
+        text = page(
+            f"Chapter {exercises[0].chapter}",
+            items,
+            {e.key: e for e in exercises},
+            sources,
+            sandbox.describe_protection(),
+        )
         options.html.write_text(text)
     score, most = sum(item.score for item in items), sum(item.max_score for item in items)
-    print(f"{score:.2f} of {most:.2f} points. Points for being clean and for the ledger count as far as the results are right.")
+    print(
+        f"{score:.2f} of {most:.2f} points. "
+        "Points for being clean and for the ledger count as far as the results are right."
+    )
     return int(any(item.failed for item in items))
 
 

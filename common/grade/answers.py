@@ -1,6 +1,6 @@
 """Grading Python: functions that a student wrote into the notebook, called with numbers they have not seen.
 
-An exercise's ``check.py`` defines ``questions(rng) -> list[Question]``. It is the instructor's and is trusted;
+An exercise's ``check.py`` defines ``questions(rng) -> list[Question]``. It is the instructor's, and trusted;
 the student's functions are called in the sandbox (by the grader) or in the student's own notebook.
 """
 
@@ -92,7 +92,9 @@ def _call_there(code: str, questions: list[Question]) -> list[Any]:
         except (ValueError, UnicodeDecodeError):
             lines = []
     said = [line for line in ended.said.strip().splitlines() if line.strip()]
-    why = RuntimeError(f"the code ended before it could answer: {ended}" + (f": {said[-1][:200]}" if said else ""))
+    why = RuntimeError(
+        f"the code ended before it could answer: {ended}" + (f": {said[-1][:200]}" if said else "")
+    )
     answers: list[Any] = [why] * len(questions)
     for i, line in enumerate(lines[: len(questions)]):
         if isinstance(line, dict) and "value" in line:
@@ -127,14 +129,23 @@ def _difference(answer: Any, question: Question) -> str:
 
 def _described(question: Question) -> str:
     shown = [
-        f"tensor {list(a.shape)}" if isinstance(a, Tensor) else f"{len(a)} rows" if isinstance(a, list) else str(a)
+        f"tensor {list(a.shape)}"
+        if isinstance(a, Tensor)
+        else f"{len(a)} rows"
+        if isinstance(a, list)
+        else str(a)
         for a in question.arguments
     ]
     return f"{question.function}({', '.join(shown)})"
 
 
 def grade_answers(
-    exercise: Exercise, *, seed: str, student: str = "", code: str | None = None, functions: Mapping[str, Callable] | None = None
+    exercise: Exercise,
+    *,
+    seed: str,
+    student: str = "",
+    code: str | None = None,
+    functions: Mapping[str, Callable] | None = None,
 ) -> Item:
     """Grades the source of a cell in the sandbox, or functions right here (a student's own notebook)."""
     start = time.perf_counter()
@@ -142,7 +153,8 @@ def grade_answers(
     questions = questions_of(exercise, seed)
     if questions is None:
         item.checks = [
-            Check(name, points, 0.0, "is graded by the instructor: the answer is a number") for name, points in exercise.points.items()
+            Check(name, points, 0.0, "is graded by the instructor: the answer is a number")
+            for name, points in exercise.points.items()
         ]
         return item
     if functions is not None:
@@ -158,6 +170,8 @@ def grade_answers(
         asked = sum(q.check == name for q in questions)
         share = 1 - len(wrong) / asked
         seen = f"right in all {asked} calls" if not wrong else wrong[0]
-        item.checks.append(Check(name, points, share, seen, [], exercise.hints.get(name, "") if wrong else ""))
+        item.checks.append(
+            Check(name, points, share, seen, [], exercise.hints.get(name, "") if wrong else "")
+        )
     item.seconds = time.perf_counter() - start
     return item

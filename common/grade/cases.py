@@ -19,7 +19,7 @@ PUBLIC_SEED = "public"
 
 @dataclass(frozen=True)
 class Case:
-    """One call. layout: "dense", "swapped" (stored as [B, N, H, d]) or "gaps" (rows with something between)."""
+    """One call. layout: "dense", "swapped" (stored as [B, N, H, d]) or "gaps" (between the rows)."""
 
     name: str
     batch: int
@@ -37,7 +37,11 @@ class Case:
         flags += ["causal"] if self.is_causal else []
         flags += ["deterministic"] if self.deterministic else []
         flags += [f"softmax_scale={self.softmax_scale:.3g}"] if self.softmax_scale is not None else []
-        flags += [{"swapped": "stored as [B, N, H, d]", "gaps": "rows with gaps"}[self.layout]] if self.layout != "dense" else []
+        flags += (
+            [{"swapped": "stored as [B, N, H, d]", "gaps": "rows with gaps"}[self.layout]]
+            if self.layout != "dense"
+            else []
+        )
         return f"{self.name} ({', '.join(flags)})"
 
     def scale(self, head_dim: int) -> float:
@@ -71,11 +75,13 @@ class Case:
         return tensor
 
 
-def draw_cases(seed: str, exercise: str, unit: int, *, causal: str = "both", deterministic: str = "never") -> list[Case]:
+def draw_cases(
+    seed: str, exercise: str, unit: int, *, causal: str = "both", deterministic: str = "never"
+) -> list[Case]:
     """The cases of one exercise.
 
-    unit: about the length of a tile. causal: "both", "always" or "never". deterministic: in which cases the same
-    bits are asked for on every run: "never", "once" or "always".
+    unit: about the length of a tile. causal: "both", "always" or "never". deterministic:
+    in which cases the same     bits are asked for on every run: "never", "once" or "always".
     """
     rng = random.Random(f"{seed}/{exercise}")
 
@@ -91,16 +97,18 @@ def draw_cases(seed: str, exercise: str, unit: int, *, causal: str = "both", det
     heads = 2 if unit <= 32 else 1
     short, long = ragged(1.2 + 0.4 * rng.random()), ragged(2.2 + 0.4 * rng.random())
     square = ragged(2.1)
+    more, scale = uneven(long + 5), 0.2 + 0.2 * rng.random()
     cases = [
         Case("ragged", 1, heads, long, ragged(2.4), always),
         Case("causal, Nq = Nk", 1, 1, square, square, not never),
         Case("causal, more keys than queries", 1, 1, short, uneven(long + 7), not never),
-        Case("causal, more queries than keys", 1, 1, uneven(long + 5), short, not never, deterministic == "once"),
+        Case("causal, more queries than keys", 1, 1, more, short, not never, deterministic == "once"),
         Case("strided", 2, 2, short, uneven(short + 3), always, layout="swapped"),
-        Case("one query, rows with gaps, another scale", 1, 1, 1, short, always, False, 0.2 + 0.2 * rng.random(), "gaps"),
+        Case("one query, rows with gaps, another scale", 1, 1, 1, short, always, False, scale, "gaps"),
     ]  # fmt: skip
     if never:
         cases = [replace(c, name=c.name.replace("causal, ", "")) for c in cases]
     return [
-        replace(c, deterministic=c.deterministic or deterministic == "always", seed=rng.randrange(1 << 30)) for c in cases
+        replace(c, deterministic=c.deterministic or deterministic == "always", seed=rng.randrange(1 << 30))
+        for c in cases
     ]

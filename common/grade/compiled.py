@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import subprocess
 import tempfile
@@ -87,7 +86,9 @@ def _made_once(name: str, suffix: str, command: list[str], sources: Sequence[Pat
 
 
 def _headers() -> list[Path]:
-    return [path for folder in sandbox.kernel_folders() for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [
+        path for folder in sandbox.kernel_folders() for path in sorted(folder.rglob("*")) if path.is_file()
+    ]
 
 
 def _entry(dtype: torch.dtype, head_dim: int) -> Path:
@@ -121,7 +122,9 @@ def compile_submission(text: str, name: str, folder: Path, dtype: torch.dtype, h
     source, wrapper, library = folder / name, folder / "wrapper.cpp", folder / "submission.so"
     source.write_text(text)
     wrapper.write_text(f'#include "{source}"\n')
-    compiler = subprocess.run(["which", jit.host_compiler()], capture_output=True, text=True, check=True).stdout.strip()
+    compiler = subprocess.run(
+        ["which", jit.host_compiler()], capture_output=True, text=True, check=True
+    ).stdout.strip()
     # Linked without the compile flags: they would bring in GCC's own thread sanitizer.
     commands = [
         [compiler, *_flags(dtype, head_dim), "-MMD", "-MF", str(folder / "depends"), "-c", str(wrapper), "-o",
@@ -159,12 +162,20 @@ def _results(folder: Path) -> Path:
     return path
 
 
-def describe(library: Library, cases: Sequence[Case], pass_: str) -> list[list[tuple[str, torch.dtype, tuple[int, ...], int]]]:
+def describe(
+    library: Library, cases: Sequence[Case], pass_: str
+) -> list[list[tuple[str, torch.dtype, tuple[int, ...], int]]]:
     """The parts of each case's scratch memory: name, dtype, shape, offset. Raises ``RunError``."""
     folder = library.path.parent
     results = _results(folder)
     plain = [_plain_case(case, library.head_dim, pass_ == "backward") for case in cases]
-    job = {"action": "describe", "library": str(library.path), "results": str(results), "pass": pass_, "cases": plain}
+    job = {
+        "action": "describe",
+        "library": str(library.path),
+        "results": str(results),
+        "pass": pass_,
+        "cases": plain,
+    }
     ended = sandbox.confined(job, folder, RUN, readable=[library.device])
     try:
         answer = json.loads(results.read_text())
@@ -187,7 +198,9 @@ def _parse_layout(text: str) -> list[tuple[str, torch.dtype, tuple[int, ...], in
         if not re.fullmatch(r"\w{1,40}", name) or any(n < 0 for n in extents) or int(offset) < 0:
             raise ValueError(f"no scratch part: {line!r}")
         if int(offset) + prod(extents) * _DTYPES[dtype].itemsize > _MAX_SCRATCH:
-            raise RunError(f"asks for {prod(extents):,} elements of scratch memory ({name}): more than the grader has")
+            raise RunError(
+                f"asks for {prod(extents):,} elements of scratch memory ({name}): more than the grader has"
+            )
         parts.append((name, _DTYPES[dtype], extents, int(offset)))
     return parts
 
@@ -227,7 +240,9 @@ def run_case(
     buffer = arena.buffer
     base = buffer.data_ptr()
     places = {name: by_name[name].data_ptr() - base for name in inputs}
-    places |= dict(zip(("first", "second", "third"), (by_name[n].data_ptr() - base for n in outputs), strict=False))
+    places |= dict(
+        zip(("first", "second", "third"), (by_name[n].data_ptr() - base for n in outputs), strict=False)
+    )
     places["workspace"] = tensors[scratch].data_ptr() - base
 
     log, regions, masks, end = Log(), [], [], buffer.numel()
@@ -237,7 +252,9 @@ def run_case(
             where, end = end, end + valid.numel()
             masks.append(valid)
         bytes_ = memory.span * memory.dtype.itemsize
-        regions.append([memory.name, memory.offset, bytes_, memory.dtype.itemsize, where, ROLE_FLAGS[memory.role]])
+        regions.append(
+            [memory.name, memory.offset, bytes_, memory.dtype.itemsize, where, ROLE_FLAGS[memory.role]]
+        )
         log.memories.append(memory)
     folder = library.path.parent
     memory_file, results = folder / "memory", _results(folder)
@@ -265,9 +282,11 @@ def run_case(
     except RunError:
         raise
     except Exception as error:  # whatever a forged log makes the reader do
-        raise RunError(f"what the checker wrote cannot be read ({type(error).__name__}): was it overwritten?") from error
+        raise RunError(
+            f"what the checker wrote cannot be read ({type(error).__name__}): was it overwritten?"
+        ) from error
     finally:
-        os.unlink(memory_file)
+        memory_file.unlink()
     return {name: by_name[name].clone() for name in outputs}, report
 
 

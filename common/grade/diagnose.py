@@ -23,7 +23,7 @@ def _runs(numbers: list[int]) -> str:
 
 
 def _factor(result: Tensor, exact: Tensor) -> float | None:
-    """f if the result is f times what it should be, to a thousandth of its norm."""
+    """The f for which the result is f times what it should be, to a thousandth of its norm."""
     square = exact.square().sum().item()
     if square == 0:
         return None
@@ -41,20 +41,30 @@ def describe(result: Tensor, exact: Tensor, comparison: Comparison, scale: float
     if nan.any():
         everywhere = "all" if nan.all() else f"{int(nan.sum())} of {nan.numel()}"
         first = [int(i) for i in nan.nonzero()[0]]
-        return f"{everywhere} elements of {name} are NaN, the first {name}{first}: never written, or 0 · inf, inf − inf"
+        place = f"the first {name}{first}"
+        return f"{everywhere} elements of {name} are NaN, {place}: never written, or 0 · inf, inf − inf"
     infinite = result.isinf() & ~exact.isinf()
     if infinite.any():
         first = [int(i) for i in infinite.nonzero()[0]]
-        return f"{int(infinite.sum())} of {infinite.numel()} elements of {name} are infinite, the first {name}{first}"
+        count = f"{int(infinite.sum())} of {infinite.numel()}"
+        return f"{count} elements of {name} are infinite, the first {name}{first}"
     if not result.any() and exact.any():
         return f"{name} is zero everywhere"
     sentence = f"{name} is off by {comparison.error:.1e} of its norm; {comparison.budget:.1e} is the budget"
     clean = torch.where(result.isinf(), 0.0, result)
     factor = _factor(clean, finite_exact)
     if factor is not None:
-        known = {"softmax_scale": scale, "1 / softmax_scale": 1 / scale, "softmax_scale²": scale**2, "log2 e": 1 / math.log(2), "ln 2": math.log(2)}
+        known = {
+            "softmax_scale": scale,
+            "1 / softmax_scale": 1 / scale,
+            "softmax_scale²": scale**2,
+            "log2 e": 1 / math.log(2),
+            "ln 2": math.log(2),
+        }
         same = [text for text, value in known.items() if abs(factor / value - 1) < 1e-2]
-        return f"{sentence}. It is {factor:.4g} times what it should be" + (f", which is {same[0]}" if same else "")
+        return f"{sentence}. It is {factor:.4g} times what it should be" + (
+            f", which is {same[0]}" if same else ""
+        )
     wrong = (clean - finite_exact).abs()
     if wrong.ndim == 4:
         wrong = wrong.amax(-1)

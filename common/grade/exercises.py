@@ -43,9 +43,9 @@ _POINTS = {
 class Limit:
     """What a kernel may ask memory for at most.
 
-    quantity: ``tensor.read``, ``.written``, ``.atomics`` or ``.bytes``, of a tensor or of "shared"; "atomics" or
-    "bytes" of all tensors; "scratch", bytes of scratch memory; "barriers". at_most: a formula. says: the limit in
-    words. hint: toward the idea.
+    quantity: ``tensor.read``, ``.written``, ``.atomics`` or ``.bytes``, of a tensor or of "shared"; "atomics"
+    or "bytes" of all tensors; "scratch", bytes of scratch memory; "barriers". at_most: a formula. says: the
+    limit in words. hint: toward the idea.
     """
 
     quantity: str
@@ -58,7 +58,7 @@ class Limit:
 class Exercise:
     """What ``exercise.toml`` says; points are by kind of check.
 
-    functions: of a Python exercise, those that the student writes. local: whether a student can check the answer.
+    functions: of a Python exercise, those that the student writes. local: whether a student can check them.
     """
 
     chapter: str
@@ -92,7 +92,9 @@ class Exercise:
     @property
     def file(self) -> str:
         """The file, or of a Python exercise the notebook, that a student edits."""
-        return {"cuda": f"{self.name}.cu", "find": f"{self.name}.toml"}.get(self.kind, f"{self.chapter}.ipynb")
+        return {"cuda": f"{self.name}.cu", "find": f"{self.name}.toml"}.get(
+            self.kind, f"{self.chapter}.ipynb"
+        )
 
     @property
     def max_score(self) -> float:
@@ -121,7 +123,7 @@ class Exercise:
             return whole.read_text()
         changes = self.folder / "changes.txt"
         text = apply_changes(self.info.kernel.read_text(), changes.read_text(), str(changes))
-        first = f"// Exercise {self.key}: {self.title}. The task is in the notebook; what follows is the chapter's.\n//\n"
+        first = f"// Exercise {self.key}: {self.title}. The task is in the notebook.\n//\n"
         return first + text
 
     @property
@@ -139,7 +141,9 @@ class Exercise:
 
     def _of_variant(self, text: str, constants: Mapping[str, int] | None) -> str:
         for name, value in (constants or {}).items():
-            text, count = re.subn(rf"^(constexpr \w+ {name} = )[^;]+;", rf"\g<1>{value};", text, flags=re.MULTILINE)
+            text, count = re.subn(
+                rf"^(constexpr \w+ {name} = )[^;]+;", rf"\g<1>{value};", text, flags=re.MULTILINE
+            )
             if count != 1:
                 raise ValueError(f"{self.key}: `constexpr … {name} = …;` is there {count} times, not once")
         return text
@@ -160,8 +164,8 @@ class Exercise:
     def limit(self, limit: Limit, problem: Problem, constants: Mapping[str, int]) -> int:
         """The number that a formula of the ledger gives.
 
-        It is written in the symbols of the chapter's own formulas, the constants of the variant, and ``chapter``:
-        what the chapter itself asks for. Raises ValueError for a formula that cannot be read.
+        It is written in the symbols of the chapter's own formulas, the constants of the variant, and
+        ``chapter``: what the chapter itself asks for. Raises ValueError for a formula that cannot be read.
         """
         where = {**self.info.traffic.get("where", {}), **self.where}
         values = {str(symbol): value for symbol, value in problem.values().items()} | dict(constants)
@@ -277,7 +281,10 @@ def list_exercises(chapter: str | None = None, folders: Sequence[Path] = (FOLDER
         return ordered
     wanted = [e for e in ordered if chapter in (e.chapter, e.chapter[:2], str(int(e.chapter[:2])))]
     if not wanted:
-        raise ValueError(f"there is no chapter {chapter!r}; there are {', '.join(dict.fromkeys(e.chapter for e in ordered))}")
+        raise ValueError(
+            f"there is no chapter {chapter!r}; there are "
+            f"{', '.join(dict.fromkeys(e.chapter for e in ordered))}"
+        )
     return wanted
 
 

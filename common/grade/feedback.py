@@ -13,34 +13,7 @@ from jinja2 import Environment
 from common.grade.exercises import Exercise
 from common.grade.results import Item
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-h2 { margin-top: 2.5rem; border-top: 1px solid #ccc; padding-top: 1rem; }
-table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: .35rem .6rem; vertical-align: top; border-bottom: 1px solid #eee; }
-td.n { white-space: nowrap; text-align: right; } .ok { color: #1a7f37; } .bad { color: #b42318; } .part { color: #9a6700; }
-.hint { color: #444; font-style: italic; } .source { background: #f6f8fa; overflow-x: auto; font: 13px/1.45 ui-monospace, monospace; padding: .5rem 0; margin: 0 0 1rem; }
-.source div { white-space: pre; padding: 0 .8rem; } .source .no { color: #888; display: inline-block; width: 3.5em; user-select: none; }
-.source .named { background: #fff1d6; } .source .note { white-space: normal; background: #fde8e6; color: #7a1c13; padding: .25rem .8rem .25rem 4.5em; }
-.source .gap { color: #888; padding-left: 1.5em; } .small { color: #666; font-size: 14px; }
-</style></head><body>
-<h1>{{ title }}</h1>
-<p><b>{{ "%.2f"|format(score) }}</b> of {{ "%.2f"|format(max_score) }} points.</p>
-<table><tr><th>exercise</th><th>points</th><th>lost in</th></tr>
-{% for entry in entries %}<tr><td><a href="#{{ entry.anchor }}">{{ entry.title }}</a></td><td class="n">{{ "%.2f"|format(entry.item.score) }} / {{ "%.2f"|format(entry.item.max_score) }}</td><td>{{ entry.item.failed|map(attribute="name")|join(", ") or "—" }}</td></tr>
-{% endfor %}</table>
-{% for entry in entries %}
-<h2 id="{{ entry.anchor }}">{{ entry.title }}</h2>
-<p>{{ entry.goal }} <span class="small">{{ entry.item.exercise }}, {{ entry.item.file }}{% if entry.item.variant %}; your variant: {% for k, v in entry.item.variant.items() %}{{ k }} = {{ v }}{{ ", " if not loop.last }}{% endfor %}{% endif %}</span></p>
-<table><tr><th>check</th><th>points</th><th>what was seen</th></tr>
-{% for check in entry.item.checks %}<tr><td class="{{ 'ok' if check.ok else 'part' if check.share else 'bad' }}">{{ '✓' if check.ok else '◐' if check.share else '✗' }} {{ check.name }}</td><td class="n">{{ "%.2f"|format(check.score) }} / {{ "%.2f"|format(check.points) }}</td><td>{{ check.seen }}{% if check.lines and not check.ok %} (line {{ check.lines|join(", ") }}){% endif %}{% if check.hint and not check.ok %}<br><span class="hint">{{ check.hint }}</span>{% endif %}</td></tr>
-{% endfor %}</table>
-{% if entry.lines %}<h3>Your file</h3><div class="source">{% for line in entry.lines %}{% if line.gap %}<div class="gap">⋮</div>{% endif %}<div{% if line.named %} class="named"{% endif %}><span class="no">{{ line.number }}</span>{{ line.text }}</div>{% for note in line.notes %}<div class="note">{{ note }}</div>{% endfor %}{% endfor %}</div>{% endif %}
-{% for note in entry.elsewhere %}<p class="bad">{{ note }}</p>{% endfor %}
-{% endfor %}
-<p class="small">Points for being clean and for the ledger count as far as the results are right. {{ protection }}</p>
-</body></html>
-"""
+_PAGE = Path(__file__).with_name("feedback.html")
 _AROUND = 3  # lines shown above and below one that is named
 
 
@@ -51,32 +24,48 @@ def _excerpt(item: Item, source: str) -> tuple[list[dict], list[str]]:
         notes.setdefault(line, []).append(text)
     named = {line for check in item.failed for line in check.lines} | set(notes)
     lines = source.splitlines()
-    shown = sorted({n for line in named if line > 0 for n in range(line - _AROUND, line + _AROUND + 1) if 1 <= n <= len(lines)})
+    shown = sorted(
+        {
+            n
+            for line in named
+            if line > 0
+            for n in range(line - _AROUND, line + _AROUND + 1)
+            if 1 <= n <= len(lines)
+        }
+    )
     rows, before = [], 0
     for number in shown:
         rows.append(
-            {"number": number, "text": lines[number - 1], "named": number in named, "notes": notes.get(number, []),
-             "gap": before and number != before + 1}
+            {"number": number, "text": lines[number - 1], "named": number in named,
+             "notes": notes.get(number, []), "gap": before and number != before + 1}
         )  # fmt: skip
         before = number
     elsewhere = [text for line, texts in notes.items() if not 1 <= line <= len(lines) for text in texts]
     return rows, elsewhere
 
 
-def page(title: str, items: Sequence[Item], exercises: Mapping[str, Exercise], sources: Mapping[str, str], protection: str) -> str:
+def page(
+    title: str,
+    items: Sequence[Item],
+    exercises: Mapping[str, Exercise],
+    sources: Mapping[str, str],
+    protection: str,
+) -> str:
     """The feedback of one student as HTML. sources: exercise → the text of the file that was graded."""
     entries = []
     for item in items:
         exercise = exercises[item.exercise]
-        lines, elsewhere = _excerpt(item, sources.get(item.exercise, "")) if exercise.kind != "python" else ([], [])
+        lines, elsewhere = (
+            _excerpt(item, sources.get(item.exercise, "")) if exercise.kind != "python" else ([], [])
+        )
         entries.append(
-            {"item": item, "title": exercise.title, "goal": exercise.goal, "lines": lines, "elsewhere": elsewhere,
-             "anchor": html.escape(item.exercise.replace("/", "-"))}
+            {"item": item, "title": exercise.title, "goal": exercise.goal, "lines": lines,
+             "elsewhere": elsewhere, "anchor": html.escape(item.exercise.replace("/", "-"))}
         )  # fmt: skip
-    template = Environment(autoescape=True, trim_blocks=False).from_string(_PAGE)
+    template = Environment(autoescape=True, trim_blocks=False).from_string(_PAGE.read_text())
     return template.render(
-        title=title, entries=entries, score=sum(i.score for i in items), max_score=sum(i.max_score for i in items),
-        protection=protection,
+        title=title, entries=entries, protection=protection, score=sum(i.score for i in items),
+        max_score=sum(i.max_score for i in items),
     )  # fmt: skip
 
 

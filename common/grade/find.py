@@ -46,10 +46,14 @@ class Fault:
 
 
 def _candidates(info: ChapterInfo) -> list[Mutant]:
-    mutants = [m for m in mutants_of(info) if m.file == "kernel.cu" and m.rule in KINDS and why_harmless(m) is None]
+    mutants = [
+        m for m in mutants_of(info) if m.file == "kernel.cu" and m.rule in KINDS and why_harmless(m) is None
+    ]
     # Of each rule as many as of the others, or nearly all faults would be barriers.
     by_rule = {rule: [m for m in mutants if m.rule == rule] for rule in KINDS}
-    return [random.Random(rule).choice(group) for _ in range(3) for rule, group in by_rule.items() if group] + mutants
+    return [
+        random.Random(rule).choice(group) for _ in range(3) for rule, group in by_rule.items() if group
+    ] + mutants
 
 
 def plant(info: ChapterInfo, seed: str, student: str) -> Fault:
@@ -81,11 +85,17 @@ def _disguised(mutant: Mutant, rng: random.Random) -> Fault:
 
 def _renamed(text: str, rng: random.Random) -> str:
     """Local variables under other names: those that are nowhere a member, a string, or anything else."""
-    names = set(re.findall(r"\b(?:int|float|int64_t|bool|auto|Element\*|float\*|float2|uint32_t) (\w+)(?: =|\[)", text))
+    names = set(
+        re.findall(
+            r"\b(?:int|float|int64_t|bool|auto|Element\*|float\*|float2|uint32_t) (\w+)(?: =|\[)", text
+        )
+    )
     names |= set(re.findall(r"__device__ \w+ (\w+)\(", text))
     members = set(re.findall(r"(?:\.|->)(\w+)", text)) | set(re.findall(r'"[^"]*"', text))
     structs = " ".join(re.findall(r"struct \w+[^{]*\{.*?^\};", text, re.MULTILINE | re.DOTALL))
-    names = {n for n in names if n not in members and not re.search(rf"\b{n}\b", structs) and not n.startswith("k")}
+    names = {
+        n for n in names if n not in members and not re.search(rf"\b{n}\b", structs) and not n.startswith("k")
+    }
     for name in sorted(names):
         new = "".join(rng.sample(_SYLLABLES, 3))
         while re.search(rf"\b{new}\b", text):
@@ -106,24 +116,32 @@ def read_answer(text: str) -> tuple[int, str]:
 
 
 def grade_answer(exercise: Exercise, text: str, fault: Fault | None, student: str = "") -> Item:
-    """Grades the text of a ``find_it.toml``. fault: None where the answer is not known (a student's own check)."""
+    """Grades the text of a ``find_it.toml``. fault: None where it is not known (a student's own check)."""
     points = exercise.points
     try:
         line, kind = read_answer(text)
     except ValueError as error:  # TOMLDecodeError is one
         hint = "Run the checker on find_it.cu; the two lines of a race enclose what is missing."
-        checks = [Check(name, points[name], 0.0, f"{exercise.file}: {error}", [], hint) for name in ("kind", "line")]
+        checks = [
+            Check(name, points[name], 0.0, f"{exercise.file}: {error}", [], hint) for name in ("kind", "line")
+        ]
         return Item(exercise.key, student, checks, exercise.file)
     if fault is None:
         seen = "is well formed; whether it is right, the instructor's grader says"
-        return Item(exercise.key, student, [Check(n, points[n], 0.0, f"{n} {seen}") for n in ("kind", "line")], exercise.file)
+        return Item(
+            exercise.key,
+            student,
+            [Check(n, points[n], 0.0, f"{n} {seen}") for n in ("kind", "line")],
+            exercise.file,
+        )
     distance = abs(line - fault.line)
     share = 1.0 if distance <= _NEAR else 0.5 if distance <= _FAR else 0.0
-    seen = f"line {line} is {'where the fault is' if share == 1 else 'near the fault' if share else 'not where the fault is'}"
+    place = "where the fault is" if share == 1 else "near the fault" if share else "not where the fault is"
+    same = kind == fault.kind
     checks = [
-        Check("kind", points["kind"], float(kind == fault.kind), f"kind {kind!r} is {'right' if kind == fault.kind else 'not right'}",
-              [], "Which tool of the checker spoke, and what does that tool look for?"),
-        Check("line", points["line"], share, seen, [line],
+        Check("kind", points["kind"], float(same), f"kind {kind!r} is {'' if same else 'not '}right", [],
+              "Which tool of the checker spoke, and what does that tool look for?"),
+        Check("line", points["line"], share, f"line {line} is {place}", [line],
               "A finding names where a mistake shows. Go back from there: what should have come before it?"),
     ]  # fmt: skip
     return Item(exercise.key, student, checks, exercise.file)

@@ -36,12 +36,15 @@ def cell_of(notebook: str, name: str) -> str:
         found = [
             cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
             for cell in cells
-            if cell["cell_type"] == "code" and cell.get("metadata", {}).get("nbgrader", {}).get("grade_id") == name
+            if cell["cell_type"] == "code"
+            and cell.get("metadata", {}).get("nbgrader", {}).get("grade_id") == name
         ]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError("the notebook cannot be read: it is no longer a notebook") from None
     if len(found) != 1:
-        raise ValueError(f"the notebook has {len(found)} cells for {name}, not one; take the cell from the handed-out notebook")
+        raise ValueError(
+            f"the notebook has {len(found)} cells for {name}, not one; take it from the handed-out notebook"
+        )
     return found[0]
 
 
@@ -89,7 +92,9 @@ def own_variant(exercise: Exercise, folder: Path) -> dict[str, int]:
     return {**exercise.variant("", ""), **data.get(exercise.name, {})}
 
 
-def exercises_for(chapter: str | None, only: str | None = None, folders: Sequence[Path] = (FOLDER,)) -> list[Exercise]:
+def exercises_for(
+    chapter: str | None, only: str | None = None, folders: Sequence[Path] = (FOLDER,)
+) -> list[Exercise]:
     """Those of a chapter, or one of them. Raises ValueError, naming what there is."""
     exercises = list_exercises(chapter, folders)
     if only is None:

@@ -1,4 +1,4 @@
-"""Grading a ``.cu``: does it compile, is every result right, is it clean, what does it ask memory for?"""
+"""Grading a ``.cu``: whether it compiles and is right and clean, and what it asks memory for."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def grade_kernel(
     item = Item(exercise.key, student, [], exercise.file, variant=dict(constants))
     try:
         if examine and (found := scan(text)):
-            raise CompileError("; ".join(f"line {line}: {what}" for line, what in found[:4]), [line for line, _ in found])
+            raise CompileError(
+                "; ".join(f"line {line}: {what}" for line, what in found[:4]), [line for line, _ in found]
+            )
         if changed := _changed_constants(text, constants):
             raise CompileError(changed)
         with tempfile.TemporaryDirectory(prefix="grade-") as folder:
@@ -96,14 +98,16 @@ def _changed_constants(text: str, constants: Mapping[str, int]) -> str:
     for name, value in constants.items():
         match = re.search(rf"^\s*constexpr \w+ {name} = ([^;]+);", text, re.MULTILINE)
         if match is None:
-            return f"the line `constexpr … {name} = {value};` is gone: it is your variant and stays as it was handed out"
+            return f"the line `constexpr … {name} = {value};`, your variant, is gone; it stays as handed out"
         if match[1].strip() != str(value):
             return f"{name} is {match[1].strip()} in the file; your variant has {value}"
     return ""
 
 
 def _nothing_right(exercise: Exercise, why: str, lines: list[int]) -> list[Check]:
-    checks = [Check("compiles", exercise.points["compiles"], 0.0, why, sorted(set(lines))[:10], hints.COMPILES)]
+    checks = [
+        Check("compiles", exercise.points["compiles"], 0.0, why, sorted(set(lines))[:10], hints.COMPILES)
+    ]
     return checks + [
         Check(name, points, 0.0, "could not be checked: nothing was run")
         for name, points in exercise.points.items() if name != "compiles"
@@ -185,13 +189,23 @@ def _correctness(exercise: Exercise, name: str, results: list[CaseResult]) -> Ch
     wrong = [r for r in results if r.failed or name in r.wrong]
     points = exercise.points[name]
     if not wrong:
-        worst = max((c for r in results for c in r.comparisons if c.name == name), key=lambda c: c.error / (c.budget or 1.0))
-        return Check(name, points, 1.0, f"right in all {len(results)} cases; error {worst.error:.1e}, budget {worst.budget:.1e}")
+        worst = max(
+            (c for r in results for c in r.comparisons if c.name == name),
+            key=lambda c: c.error / (c.budget or 1.0),
+        )
+        return Check(
+            name,
+            points,
+            1.0,
+            f"right in all {len(results)} cases; error {worst.error:.1e}, budget {worst.budget:.1e}",
+        )
     first = wrong[0]
     seen = f"{first.case}: {first.failed or first.wrong[name]}"
     right = [r for r in results if r not in wrong]
     if right:
-        seen += f". Wrong in {len(wrong)} of {len(results)} cases; right: {'; '.join(r.case.name for r in right)}"
+        seen += (
+            f". Wrong in {len(wrong)} of {len(results)} cases; right: {'; '.join(r.case.name for r in right)}"
+        )
     lines = _lines_that_write(name, results)
     failed = all(r.failed for r in results)
     hint = hints.RUNS if failed else exercise.hints.get(name, hints.RESULTS[name])
@@ -227,17 +241,23 @@ def _cleanliness(exercise: Exercise, results: list[CaseResult], right: float) ->
     failed = [r for r in results if r.failed]
     if findings:
         distinct = _distinct(findings)
-        lines = {f.where.line for f in findings if f.where is not None} | {f.other.line for f in findings if f.other is not None}
+        lines = {f.where.line for f in findings if f.where is not None} | {
+            f.other.line for f in findings if f.other is not None
+        }
         lines.discard(0)
         more = f" (and {len(distinct) - 1} more)" if len(distinct) > 1 else ""
-        return Check("clean", points, 0.0, f"{findings[0]}{more}", sorted(lines)[:10], hints.of_finding(findings[0]))
+        return Check(
+            "clean", points, 0.0, f"{findings[0]}{more}", sorted(lines)[:10], hints.of_finding(findings[0])
+        )
     if failed:
         return Check("clean", points, 0.0, f"{failed[0].case}: {failed[0].failed}", [], hints.RUNS)
-    return _as_far_as_right(Check("clean", points, 1.0, "memcheck, initcheck, racecheck, synccheck: nothing found"), right)
+    return _as_far_as_right(
+        Check("clean", points, 1.0, "memcheck, initcheck, racecheck, synccheck: nothing found"), right
+    )
 
 
 def _as_far_as_right(check: Check, right: float) -> Check:
-    """A kernel that computes nothing is always clean and moves nothing: such points count as far as it is right."""
+    """A kernel that computes nothing is clean and moves nothing: these points count as far as it is right."""
     if right < 1.0:
         check.share *= right
         check.seen += f"; counts as far as the results are right ({right:.0%})"
@@ -259,13 +279,15 @@ def _quantity(limit: Limit, result: CaseResult) -> int:
     memory, _, operation = limit.quantity.rpartition(".")
     tensor = traffic.shared if memory == SHARED else traffic.tensors.get(memory)
     if operation not in ("read", "written", "atomics", "bytes"):
-        raise ValueError(f"ledger quantity {limit.quantity!r}: expected tensor.read, .written, .atomics or .bytes")
+        raise ValueError(
+            f"ledger quantity {limit.quantity!r}: expected tensor.read, .written, .atomics or .bytes"
+        )
     return 0 if tensor is None else getattr(tensor, operation)
 
 
-
-
-def _ledger(exercise: Exercise, results: list[CaseResult], constants: Mapping[str, int], right: float) -> Check:
+def _ledger(
+    exercise: Exercise, results: list[CaseResult], constants: Mapping[str, int], right: float
+) -> Check:
     points = exercise.points["ledger"]
     complete = [r for r in results if r.is_complete]
     if not complete:
@@ -278,18 +300,33 @@ def _ledger(exercise: Exercise, results: list[CaseResult], constants: Mapping[st
             at_most, count = exercise.limit(limit, problem, constants), _quantity(limit, r)
             if count > at_most:
                 memory = limit.quantity.partition(".")[0]
-                lines = sorted({q.where.line for q in r.report.traffic.requests if q.memory == memory and q.where.line > 0})
-                broken.append((limit, f"{r.case}: {limit.quantity} is {count:,}, at most {at_most:,} is allowed ({limit.says})", lines))
+                lines = sorted(
+                    {
+                        q.where.line
+                        for q in r.report.traffic.requests
+                        if q.memory == memory and q.where.line > 0
+                    }
+                )
+                broken.append(
+                    (
+                        limit,
+                        f"{r.case}: {limit.quantity} is {count:,}, at most {at_most:,} is allowed "
+                        f"({limit.says})",
+                        lines,
+                    )
+                )
                 break
         else:
             kept.append(limit.says)
     # What the chapter keeps already earns nothing, but must not be lost.
     earning = [limit for limit in exercise.ledger if limit.at_most != "chapter"] or list(exercise.ledger)
     lost = {limit.says for limit, _, _ in broken}
-    share = 0.0 if lost - {limit.says for limit in earning} else sum(l.says not in lost for l in earning) / len(earning)
+    share = (
+        0.0
+        if lost - {limit.says for limit in earning}
+        else sum(limit.says not in lost for limit in earning) / len(earning)
+    )
     if not broken:
         return _as_far_as_right(Check("ledger", points, 1.0, f"kept: {'; '.join(kept)}"), right)
     limit, seen, lines = broken[0]
     return Check("ledger", points, share * right, seen, lines[:6], limit.hint)
-
-

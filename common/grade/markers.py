@@ -1,4 +1,4 @@
-"""Solutions between markers: what an instructor keeps in one file with the exercise, and a student never sees.
+"""Solutions between markers: in one file with the exercise, and never seen by a student.
 
 In CUDA and C++ a solution stands between ``// BEGIN SOLUTION`` and ``// END SOLUTION``, in Python between
 ``### BEGIN SOLUTION`` and ``### END SOLUTION``, in Markdown between the same words in ``<!-- … -->``. Code
@@ -17,7 +17,9 @@ import re
 from pathlib import Path
 
 _COMMENT = {".cu": "//", ".h": "//", ".cpp": "//", ".py": "#", ".md": "<!--"}
-_EXACT = re.compile(r"^(?P<indent>\s*)(?://|#{1,3}|<!--)\s*(?P<word>BEGIN SOLUTION|END SOLUTION|STUB)\s*(?:-->)?\s*$")
+_EXACT = re.compile(
+    r"^(?P<indent>\s*)(?://|#{1,3}|<!--)\s*(?P<word>BEGIN SOLUTION|END SOLUTION|STUB)\s*(?:-->)?\s*$"
+)
 # Whatever was meant as a marker and is none must not pass for text: it would hand out the solution.
 _MEANT = re.compile(r"(begin|end)[\s_-]*solution", re.IGNORECASE)
 TODO = "YOUR CODE HERE"
@@ -63,7 +65,9 @@ def strip_solutions(text: str, suffix: str, name: str = "the text") -> str:
             if begin:
                 raise MarkerError(f"{place}: a solution begins inside the one that began at line {begin}")
             begin, stub, has_stub = number, 0, False
-            kept.append(match["indent"] + {"//": f"// {TODO}", "#": f"# {TODO}"}.get(comment, "*Your answer here*"))
+            kept.append(
+                match["indent"] + {"//": f"// {TODO}", "#": f"# {TODO}"}.get(comment, "*Your answer here*")
+            )
         elif not begin:
             raise MarkerError(f"{place}: {word} outside of a solution")
         elif word == "STUB":
@@ -94,10 +98,15 @@ def without_markers(text: str, suffix: str, name: str = "the text") -> str:
     return "\n".join(kept) + ("\n" if text.endswith("\n") else "")
 
 
+def bare(line: str) -> str:
+    """A line without indentation and a comment at its end."""
+    return line.split("//")[0].strip()
+
+
 def solution_lines(text: str, suffix: str) -> set[str]:
-    """The lines that only the solution has, stripped; those too short to tell anything are left out."""
-    starter = {line.strip() for line in strip_solutions(text, suffix).splitlines()}
-    solution = {line.strip() for line in without_markers(text, suffix).splitlines()}
+    """The lines that only the solution has, bare; those too short to tell anything are left out."""
+    starter = {bare(line) for line in strip_solutions(text, suffix).splitlines()}
+    solution = {bare(line) for line in without_markers(text, suffix).splitlines()}
     return {line for line in solution - starter if len(line) > 12}
 
 
@@ -107,7 +116,9 @@ _CHANGE = re.compile(r"^@@ replace\n(.*?)^@@ with\n(.*?)^@@ end$", re.MULTILINE 
 
 
 def apply_changes(chapter: str, changes: str, name: str) -> str:
-    """The text of a chapter with changes made to it, each of the form
+    """Makes changes to the text of a chapter.
+
+    Each has the form
 
         @@ replace
         lines of the chapter, which it has exactly once
@@ -121,13 +132,17 @@ def apply_changes(chapter: str, changes: str, name: str) -> str:
     words = re.findall(r"^@@.*$", changes, re.MULTILINE)
     matches = list(_CHANGE.finditer(changes))
     if not matches or words != ["@@ replace", "@@ with", "@@ end"] * len(matches):
-        raise ValueError(f"{name}: expected @@ replace, @@ with, @@ end, in this order and nothing else after @@")
+        raise ValueError(
+            f"{name}: expected @@ replace, @@ with, @@ end, in this order and nothing else after @@"
+        )
     for match in matches:
         old, new = match.groups()
         count = chapter.count(old)
         if count != 1:
             first = old.strip().splitlines()[0] if old.strip() else ""
-            raise ValueError(f"{name}: the chapter has {count} times, not once, what a change replaces: {first!r} …")
+            raise ValueError(
+                f"{name}: the chapter has {count} times, not once, what a change replaces: {first!r} …"
+            )
         chapter = chapter.replace(old, new)
     return chapter
 

@@ -17,12 +17,19 @@ from common.grade.grading import grade
 from common.grade.markers import strip_solutions
 
 SEED_VARIABLE = "FA2_GRADE_SEED"
+_START = """# Exercises of chapter {chapter}
+
+{count} exercises, about {minutes} minutes in all. Each says which file to edit: it lies beside this notebook,
+and so does everything else that you hand in. The cell below each task runs the same checks as the
+instructor's grader, on other sizes; `python -m common.grade {number}` in a terminal does so, too. No GPU is
+needed. Keep the files' names and the cells' order.
+"""
 
 
 def check(exercise: str, **functions: Callable[..., Any]) -> float:
     """Grades one exercise from its notebook, prints what was seen and returns the points.
 
-    exercise: "NN_name/exercise". functions: of a Python exercise, by name. The files are those beside the notebook.
+    exercise: "NN_name/exercise". functions: of a Python exercise, by name. Files are those beside it.
     An instructor's seed, in the environment variable FA2_GRADE_SEED, takes the place of the students'.
     """
     chosen = find_exercise(exercise)
@@ -37,13 +44,25 @@ def check(exercise: str, **functions: Callable[..., Any]) -> float:
 
 
 def _markdown(name: str, text: str) -> NotebookNode:
-    meta = {"nbgrader": {"grade": False, "solution": False, "locked": True, "task": False, "schema_version": 3, "grade_id": f"text_{name}"}}
+    meta = {
+        "nbgrader": {
+            "grade": False,
+            "solution": False,
+            "locked": True,
+            "task": False,
+            "schema_version": 3,
+            "grade_id": f"text_{name}",
+        }
+    }
     return nbformat.v4.new_markdown_cell(text, metadata=meta, id=f"text-{name}".replace("_", "-"))
 
 
 def _code(name: str, text: str, *, points: float | None) -> NotebookNode:
-    grader: dict[str, Any] = {"grade": points is not None, "solution": points is None, "locked": points is not None, "task": False,
-                              "schema_version": 3, "grade_id": name}  # fmt: skip
+    is_check = points is not None
+    grader: dict[str, Any] = {
+        "grade": is_check, "solution": not is_check, "locked": is_check, "task": False, "schema_version": 3,
+        "grade_id": name,
+    }  # fmt: skip
     if points is not None:
         grader["points"] = points
     return nbformat.v4.new_code_cell(text, metadata={"nbgrader": grader}, id=name.replace("_", "-"))
@@ -58,10 +77,7 @@ def make_notebook(chapter: str, exercises: list[Exercise], *, with_solutions: bo
     cells = [
         _markdown(
             "start",
-            f"# Exercises of chapter {chapter}\n\n{len(exercises)} exercises, about {minutes} minutes in all. Each says which "
-            "file to edit: it lies beside this notebook, and so does everything else that you hand in. The cell below each "
-            "task runs the same checks as the instructor's grader, on other sizes; in a terminal\n"
-            f"`python -m common.grade {chapter[:2]}` does the same. No GPU is needed. Keep file names and the cells' order.\n",
+            _START.format(chapter=chapter, number=chapter[:2], count=len(exercises), minutes=minutes),
         ),
         nbformat.v4.new_code_cell("from common.grade import check", id="start-import"),
     ]
@@ -71,18 +87,28 @@ def make_notebook(chapter: str, exercises: list[Exercise], *, with_solutions: bo
         cells.append(
             _markdown(
                 exercise.name,
-                f"## {exercise.title}\n\n*{exercise.difficulty}, about {exercise.minutes} minutes, {exercise.max_score:g} points.* "
-                f"**Goal:** {exercise.goal}.{book}\n\n{exercise.task.strip()}\n\n{edit}",
+                f"## {exercise.title}\n\n*{exercise.difficulty}, about {exercise.minutes} minutes, "
+                f"{exercise.max_score:g} points.* **Goal:** {exercise.goal}.{book}\n\n"
+                f"{exercise.task.strip()}\n\n{edit}",
             )
         )
         arguments = ""
         if exercise.kind == "python":
-            source = exercise.marked_source if with_solutions else strip_solutions(exercise.marked_source, ".py", exercise.key)
+            source = (
+                exercise.marked_source
+                if with_solutions
+                else strip_solutions(exercise.marked_source, ".py", exercise.key)
+            )
             cells.append(_code(exercise.name, source.strip(), points=None))
             arguments = "".join(f", {name}={name}" for name in exercise.functions)
-        cells.append(_code(f"check_{exercise.name}", f'check("{exercise.key}"{arguments})', points=exercise.max_score))
+        cells.append(
+            _code(f"check_{exercise.name}", f'check("{exercise.key}"{arguments})', points=exercise.max_score)
+        )
     notebook = nbformat.v4.new_notebook(cells=cells)
     notebook.metadata = nbformat.from_dict(
-        {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}, "language_info": {"name": "python"}}
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
     )
     return notebook

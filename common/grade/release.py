@@ -27,7 +27,7 @@ from common.chapters import CHAPTERS
 from common.grade.exercises import FIND_IT, FOLDER, Exercise, list_exercises
 from common.grade.find import ANSWER, plant
 from common.grade.grading import VARIANT
-from common.grade.markers import MarkerError, solution_lines
+from common.grade.markers import MarkerError, bare, solution_lines
 from common.grade.notebook import make_notebook
 
 OUT = jit.REPO_ROOT / "out" / "assignment"
@@ -35,7 +35,7 @@ _COPIED = ("LICENSE", "pyproject.toml", "constraints.txt", "notebooks/measuremen
 _IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc")
 _README = """# Exercises: the backward pass of FlashAttention-2
 
-Each folder in `exercises/` has a notebook with the tasks of one chapter and the files to edit. No GPU is needed.
+A folder in `exercises/` has a notebook with the tasks of a chapter, and the files to edit. No GPU is needed.
 
     python3 -m venv .venv
     .venv/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu
@@ -47,8 +47,8 @@ A C++ compiler has to be there (`apt install g++`). The cell below each task gra
     .venv/bin/python -m common.grade 02                       # all exercises of chapter 02
     .venv/bin/python -m common.grade 02 --exercise {example}
 
-The instructor's grader runs the same checks on sizes that are not printed here. `python -m common.check FILE.cu`
-shows what a kernel of yours asks memory for and what is wrong with it. The chapters are in `chapters/`.
+The instructor's grader runs the same checks on other sizes. `python -m common.check FILE.cu` shows what a
+kernel of yours asks memory for and what is wrong with it. The chapters are in `chapters/`.
 
 Hand in the folder `exercises/` as it is: files keep their names.
 """
@@ -69,7 +69,10 @@ class Assignment:
     def write(self, path: Path) -> None:
         """As JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"seed": self.seed, "students": self.students, "solutions": self.solutions}, indent=1) + "\n")
+        path.write_text(
+            json.dumps({"seed": self.seed, "students": self.students, "solutions": self.solutions}, indent=1)
+            + "\n"
+        )
 
     @classmethod
     def read(cls, path: Path) -> Assignment:
@@ -94,7 +97,9 @@ class Assignment:
         return student if student in self.students else ""
 
 
-def write_chapter(folder: Path, chapter: str, exercises: Sequence[Exercise], assignment: Assignment, student: str) -> None:
+def write_chapter(
+    folder: Path, chapter: str, exercises: Sequence[Exercise], assignment: Assignment, student: str
+) -> None:
     """The files of one chapter that a student edits, without the notebook."""
     folder.mkdir(parents=True, exist_ok=True)
     variants = {}
@@ -131,7 +136,7 @@ def _by_chapter(exercises: Sequence[Exercise]) -> dict[str, list[Exercise]]:
 
 def secret_lines(exercises: Sequence[Exercise]) -> dict[str, str]:
     """Lines that only solutions have → the exercise they solve. Lines of the chapters are no secret."""
-    public = {line.strip() for path in CHAPTERS.glob("*/kernel.cu") for line in path.read_text().splitlines()}
+    public = {bare(line) for path in CHAPTERS.glob("*/kernel.cu") for line in path.read_text().splitlines()}
     return {
         line: exercise.key
         for exercise in exercises if exercise.kind != "find"
@@ -140,7 +145,7 @@ def secret_lines(exercises: Sequence[Exercise]) -> dict[str, str]:
 
 
 def check_for_leaks(folder: Path, exercises: Sequence[Exercise]) -> None:
-    """Raises ``LeakError`` if a file under ``folder`` has a line of a solution, a marker, or a stored output."""
+    """Raises ``LeakError`` if a file under ``folder`` has a line of a solution, a marker or an output."""
     secret = secret_lines(exercises)
     for path in sorted(folder.rglob("*")):
         if not path.is_file() or path.suffix == ".zip":
@@ -153,7 +158,9 @@ def check_for_leaks(folder: Path, exercises: Sequence[Exercise]) -> None:
             text = "\n".join(cell.source for cell in notebook.cells)
         for number, line in enumerate(text.splitlines(), start=1):
             if line.strip() in secret:
-                raise LeakError(f"{path}:{number} is a line of the solution of {secret[line.strip()]}: {line.strip()!r}")
+                raise LeakError(
+                    f"{path}:{number} is a line of the solution of {secret[bare(line)]}: {line.strip()!r}"
+                )
             if path.suffix in (".cu", ".ipynb", ".md") and re.search(r"(BEGIN|END) SOLUTION", line):
                 raise LeakError(f"{path}:{number} still has a marker")
 
@@ -181,8 +188,13 @@ def make_release(out: Path, assignment: Assignment, chapter: str | None = None) 
         write_chapter(folder, name, group, assignment, "")
         nbformat.write(make_notebook(name, group, with_solutions=False), folder / f"{name}.ipynb")
         for student in assignment.students:
-            write_chapter(building / "students" / student / "exercises" / name, name, group, assignment, student)
-            shutil.copyfile(folder / f"{name}.ipynb", building / "students" / student / "exercises" / name / f"{name}.ipynb")
+            write_chapter(
+                building / "students" / student / "exercises" / name, name, group, assignment, student
+            )
+            shutil.copyfile(
+                folder / f"{name}.ipynb",
+                building / "students" / student / "exercises" / name / f"{name}.ipynb",
+            )
         source = building / "nbgrader" / "source" / name
         write_chapter(source, name, group, assignment, "")
         nbformat.write(make_notebook(name, group, with_solutions=True), source / f"{name}.ipynb")
@@ -222,11 +234,20 @@ def _read_roster(path: Path) -> tuple[str, ...]:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m common.grade.release", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m common.grade.release", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="default: out/assignment")
-    parser.add_argument("--students", type=Path, metavar="FILE", help="one name a line: everybody gets variants of their own")
-    parser.add_argument("--solutions", type=Path, action="append", default=[], metavar="FOLDER", help="exercises of your own")
-    parser.add_argument("--seed", help="chooses variants, faults and hidden sizes; default: that of the last time, or a new one")
+    parser.add_argument(
+        "--students", type=Path, metavar="FILE", help="one name a line: everybody gets variants of their own"
+    )
+    parser.add_argument(
+        "--solutions", type=Path, action="append", default=[], metavar="FOLDER", help="exercises of your own"
+    )
+    parser.add_argument(
+        "--seed",
+        help="chooses variants, faults and hidden sizes; default: that of the last time, or a new one",
+    )
     parser.add_argument("--chapter", metavar="NN", help="default: all")
     options = parser.parse_args(arguments)
     kept = options.out / "instructor" / "assignment.json"
@@ -243,7 +264,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no release was made: {error}", file=sys.stderr)
         return 2
     print(f"{len(exercises)} exercises of {len(_by_chapter(exercises))} chapters")
-    print(f"hand out:  {options.out / 'release.zip'}" + (f" and {options.out / 'students'}/<name>" if students else ""))
+    print(
+        f"hand out:  {options.out / 'release.zip'}"
+        + (f" and {options.out / 'students'}/<name>" if students else "")
+    )
     print(f"keep:      {kept} (the seed)")
     print(f"nbgrader:  {options.out / 'nbgrader'}")
     return 0

@@ -82,7 +82,11 @@ def restrict_calls(*, may_start: bool) -> bool:
     table: Any = _SYSCALLS.get(platform.machine())
     if table is None:
         return False
-    program: list[tuple[int, int, int, int]] = [(0x20, 0, 0, 4), (0x15, 1, 0, table["arch"]), (0x06, 0, 0, _KILL)]
+    program: list[tuple[int, int, int, int]] = [
+        (0x20, 0, 0, 4),
+        (0x15, 1, 0, table["arch"]),
+        (0x06, 0, 0, _KILL),
+    ]
 
     def deny(number: int, errno: int) -> None:
         program.extend([(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, _ERRNO | errno)])

@@ -8,6 +8,7 @@ solutions, no other submissions, no network.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -95,7 +96,12 @@ def has_bwrap() -> bool:
 
 
 def confined(
-    job: dict[str, Any], folder: Path, limits: Limits, *, readable: Sequence[Path] = (), interpreter: str | None = None
+    job: dict[str, Any],
+    folder: Path,
+    limits: Limits,
+    *,
+    readable: Sequence[Path] = (),
+    interpreter: str | None = None,
 ) -> Ended:
     """Runs a job in ``folder``, the only place that it may write to, and only while it compiles.
 
@@ -134,10 +140,8 @@ def confined(
         except subprocess.TimeoutExpired:
             timed_out = True
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
     with said.open("rb") as output:
         text = output.read(_SAID_BYTES).decode(errors="replace")

@@ -16,7 +16,21 @@ from common.grade.scan import without_comments
 _LENGTH = 10  # tokens of a sequence
 _FEWEST = 15  # sequences of one's own, below which nothing can be said
 _TOKEN = re.compile(r"[A-Za-z_]\w*|\d[\w.']*|[^\s\w]")
-_KEPT = {"for", "if", "else", "while", "return", "int", "float", "bool", "const", "auto", "__syncthreads", "atomicAdd", "expf"}
+_KEPT = {
+    "for",
+    "if",
+    "else",
+    "while",
+    "return",
+    "int",
+    "float",
+    "bool",
+    "const",
+    "auto",
+    "__syncthreads",
+    "atomicAdd",
+    "expf",
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,11 @@ class Pair:
 
 def _sequences(text: str) -> set[tuple[str, ...]]:
     tokens = [
-        token if token in _KEPT or not (token[0].isalnum() or token[0] == "_") else "name" if not token[0].isdigit() else "number"
+        token
+        if token in _KEPT or not (token[0].isalnum() or token[0] == "_")
+        else "name"
+        if not token[0].isdigit()
+        else "number"
         for token in _TOKEN.findall(without_comments(text))
     ]
     return {tuple(tokens[i : i + _LENGTH]) for i in range(len(tokens) - _LENGTH + 1)}

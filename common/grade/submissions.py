@@ -1,8 +1,8 @@
 """Grading a folder of submissions: ``make grade SUBMISSIONS=folder``.
 
 The folder has one folder a student, with one folder a chapter in it (``exercises/`` in between is fine).
-Writes into ``out/grades``: grades.csv, grades.json, ``feedback/<student>.html``, similarity.csv. What was graded
-before and has not changed is not graded again; an interrupted run goes on where it stopped.
+Writes into ``out/grades``: grades.csv, grades.json, ``feedback/<student>.html``, similarity.csv. What was
+graded before and has not changed is not graded again; an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ def students_in(folder: Path) -> list[Path]:
     """The students' folders. Raises ValueError if there are none."""
     if not folder.is_dir():
         raise ValueError(f"SUBMISSIONS={folder} is no folder")
-    found = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.is_symlink() and path.name[0] != "."]
+    found = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_dir() and not path.is_symlink() and path.name[0] != "."
+    ]
     if not found:
         raise ValueError(f"SUBMISSIONS={folder} has no folders in it; expected one a student")
     return found
@@ -71,7 +75,9 @@ def _chapter_folder(student: Path, chapter: str) -> Path | None:
 def tasks_of(folder: Path, exercises: Sequence[Exercise]) -> list[Task]:
     """What is to be graded: every exercise of the chapters that at least one student handed in."""
     students = students_in(folder)
-    chapters = [c for c in dict.fromkeys(e.chapter for e in exercises) if any(_chapter_folder(s, c) for s in students)]
+    chapters = [
+        c for c in dict.fromkeys(e.chapter for e in exercises) if any(_chapter_folder(s, c) for s in students)
+    ]
     if not chapters:
         raise ValueError(f"no student of {folder} has a folder of a chapter, such as {exercises[0].chapter}")
     return [
@@ -86,7 +92,13 @@ def tasks_of(folder: Path, exercises: Sequence[Exercise]) -> list[Task]:
 def _grader_digest() -> str:
     """Changes when the grader does: old results then no longer count."""
     sha = hashlib.sha256()
-    for path in sorted([*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.glob("*.cpp"), *Path(jit.__file__).parent.glob("*.py")]):
+    for path in sorted(
+        [
+            *Path(__file__).parent.glob("*.py"),
+            *Path(__file__).parent.glob("*.cpp"),
+            *Path(jit.__file__).parent.glob("*.py"),
+        ]
+    ):
         sha.update(path.read_bytes())
     for folder in sandbox.kernel_folders():
         for path in sorted(folder.rglob("*")):
@@ -96,7 +108,9 @@ def _grader_digest() -> str:
 
 def digest_of(task: Task, assignment: Assignment) -> str:
     """Of all that a grade depends on."""
-    sha = hashlib.sha256(f"{_grader_digest()}/{assignment.seed}/{assignment.variant(task.exercise, task.student)}".encode())
+    sha = hashlib.sha256(
+        f"{_grader_digest()}/{assignment.seed}/{assignment.variant(task.exercise, task.student)}".encode()
+    )
     for path in (task.folder / task.exercise.file, *sorted(task.exercise.folder.glob("*"))):
         if path.is_file() and not path.is_symlink():
             sha.update(path.read_bytes()[: 2 << 20])
@@ -114,7 +128,9 @@ def grade_task(task: Task, assignment: Assignment) -> Item:
             constants=assignment.variant(task.exercise, task.student),
         )  # fmt: skip
     except Exception as error:
-        raise RuntimeError(f"grading {task.exercise.key} of {task.student}: {type(error).__name__}: {error}") from error
+        raise RuntimeError(
+            f"grading {task.exercise.key} of {task.student}: {type(error).__name__}: {error}"
+        ) from error
     item.digest = digest_of(task, assignment)
     return item
 
@@ -131,7 +147,7 @@ def grade_all(
 ) -> Iterator[Item]:
     """Grades what is not yet graded; every item as it is done, stored before.
 
-    again: exercises ("02_tiled/alibi"), students, or "student:exercise", that are graded although they are stored.
+    again: exercises ("02_tiled/alibi"), students, or "student:exercise", graded although they are stored.
     """
     waiting = []
     for task in tasks:
@@ -171,7 +187,9 @@ def write_reports(tasks: Sequence[Task], items: Sequence[Item], out: Path, assig
     for task in tasks:
         try:
             text = read_submission(task.folder / task.exercise.file)
-            texts[task.exercise.key][task.student] = cell_of(text, task.exercise.name) if task.exercise.kind == "python" else text
+            texts[task.exercise.key][task.student] = (
+                cell_of(text, task.exercise.name) if task.exercise.kind == "python" else text
+            )
         except ValueError:
             continue
     (out / "feedback").mkdir(parents=True, exist_ok=True)
@@ -179,7 +197,9 @@ def write_reports(tasks: Sequence[Task], items: Sequence[Item], out: Path, assig
     for student in dict.fromkeys(item.student for item in items):
         own = [item for item in items if item.student == student]
         sources = {key: of[student] for key, of in texts.items() if student in of}
-        (out / "feedback" / f"{student}.html").write_text(page(f"Feedback for {student}", own, exercises, sources, protection))
+        (out / "feedback" / f"{student}.html").write_text(
+            page(f"Feedback for {student}", own, exercises, sources, protection)
+        )
     pairs = [
         pair
         for key, of in texts.items() if exercises[key].kind != "find"
@@ -194,14 +214,22 @@ def write_reports(tasks: Sequence[Task], items: Sequence[Item], out: Path, assig
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m common.grade.submissions", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m common.grade.submissions", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("submissions", type=Path, help="a folder with one folder a student")
-    parser.add_argument("--assignment", type=Path, default=OUT / "instructor" / "assignment.json", metavar="FILE")
+    parser.add_argument(
+        "--assignment", type=Path, default=OUT / "instructor" / "assignment.json", metavar="FILE"
+    )
     parser.add_argument("--out", type=Path, default=GRADES, metavar="FOLDER", help="default: out/grades")
     parser.add_argument("--chapter", metavar="NN", help="default: all that were handed in")
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, help="default: %(default)s")
     parser.add_argument(
-        "--regrade", action="append", default=[], metavar="ITEM", help="a student, 02_tiled/alibi, or student:02_tiled/alibi"
+        "--regrade",
+        action="append",
+        default=[],
+        metavar="ITEM",
+        help="a student, 02_tiled/alibi, or student:02_tiled/alibi",
     )
     options = parser.parse_args(arguments)
     if options.jobs < 1:
@@ -222,7 +250,10 @@ def main(arguments: list[str] | None = None) -> int:
             bar.update()
     pairs = write_reports(tasks, items, options.out, assignment)
     students = len({item.student for item in items})
-    print(f"{len(items)} items of {students} students in {time.monotonic() - start:.0f} s: {options.out / 'grades.csv'}")
+    print(
+        f"{len(items)} items of {students} students in {time.monotonic() - start:.0f} s: "
+        f"{options.out / 'grades.csv'}"
+    )
     print(f"feedback:  {options.out / 'feedback'}/<student>.html")
     print(f"similar:   {pairs} pairs, {options.out / 'similarity.csv'}")
     return 0

@@ -9,7 +9,11 @@ from common.grade.answers import Question
 
 def questions(rng: random.Random) -> list[Question]:
     found = []
-    for seqlen_q, seqlen_k, head_dim in ((1, 1, 4), (3, 5, 8), (rng.randrange(4, 9), rng.randrange(9, 14), 6)):
+    for seqlen_q, seqlen_k, head_dim in (
+        (1, 1, 4),
+        (3, 5, 8),
+        (rng.randrange(4, 9), rng.randrange(9, 14), 6),
+    ):
         generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
         draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: B023, E731
         scores, v, dout = draw(seqlen_q, seqlen_k), draw(seqlen_k, head_dim), draw(seqlen_q, head_dim)
