@@ -9,7 +9,7 @@ from pathlib import Path
 from common.grade.answers import grade_answers
 from common.grade.cases import PUBLIC_SEED
 from common.grade.exercises import FIND_IT, FOLDER, Exercise, list_exercises
-from common.grade.find import grade_answer, plant
+from common.grade.find import Fault, grade_answer, plant
 from common.grade.kernel import grade_kernel
 from common.grade.results import Check, Item
 
@@ -80,9 +80,16 @@ def grade(
         constants = own_variant(exercise, folder) if constants is None else constants
         return grade_kernel(exercise, text, constants=constants, seed=seed, student=student)
     if exercise.kind == "find":
-        fault = None if secret is None else plant(exercise.info, secret, owner)
+        fault = _public_fault(exercise, folder) if secret is None else plant(exercise.info, secret, owner)
         return grade_answer(exercise, text, fault, student)
     return grade_answers(exercise, seed=seed, student=student, code=text)
+
+
+def _public_fault(exercise: Exercise, folder: Path) -> Fault | None:
+    """The fault of a file that ``python -m common.grade NN --start`` made; None if it was handed out."""
+    fault = plant(exercise.info, PUBLIC_SEED, "")
+    path = folder / f"{FIND_IT}.cu"
+    return fault if path.is_file() and path.read_text() == fault.text else None
 
 
 def own_variant(exercise: Exercise, folder: Path) -> dict[str, int]:

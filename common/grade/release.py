@@ -97,9 +97,7 @@ class Assignment:
         return student if student in self.students else ""
 
 
-def write_chapter(
-    folder: Path, chapter: str, exercises: Sequence[Exercise], assignment: Assignment, student: str
-) -> None:
+def write_chapter(folder: Path, exercises: Sequence[Exercise], assignment: Assignment, student: str) -> None:
     """The files of one chapter that a student edits, without the notebook."""
     folder.mkdir(parents=True, exist_ok=True)
     variants = {}
@@ -157,7 +155,7 @@ def check_for_leaks(folder: Path, exercises: Sequence[Exercise]) -> None:
                 raise LeakError(f"{path} has stored outputs")
             text = "\n".join(cell.source for cell in notebook.cells)
         for number, line in enumerate(text.splitlines(), start=1):
-            if line.strip() in secret:
+            if bare(line) in secret:
                 raise LeakError(
                     f"{path}:{number} is a line of the solution of {secret[bare(line)]}: {line.strip()!r}"
                 )
@@ -185,18 +183,16 @@ def make_release(out: Path, assignment: Assignment, chapter: str | None = None) 
     (release / "README.md").write_text(_README.replace("{example}", example))
     for name, group in _by_chapter(exercises).items():
         folder = release / "exercises" / name
-        write_chapter(folder, name, group, assignment, "")
+        write_chapter(folder, group, assignment, "")
         nbformat.write(make_notebook(name, group, with_solutions=False), folder / f"{name}.ipynb")
         for student in assignment.students:
-            write_chapter(
-                building / "students" / student / "exercises" / name, name, group, assignment, student
-            )
+            write_chapter(building / "students" / student / "exercises" / name, group, assignment, student)
             shutil.copyfile(
                 folder / f"{name}.ipynb",
                 building / "students" / student / "exercises" / name / f"{name}.ipynb",
             )
         source = building / "nbgrader" / "source" / name
-        write_chapter(source, name, group, assignment, "")
+        write_chapter(source, group, assignment, "")
         nbformat.write(make_notebook(name, group, with_solutions=True), source / f"{name}.ipynb")
     check_for_leaks(release, exercises)
     check_for_leaks(building / "students", exercises)
