@@ -15,7 +15,7 @@ import pytest
 
 from common import jit
 from common.grade import __main__ as student
-from common.grade import exercises, release, submissions
+from common.grade import catalogue, exercises, release, submissions
 from common.grade.exercises import find_exercise, list_exercises
 from common.grade.feedback import page, write_csv
 from common.grade.find import plant
@@ -342,3 +342,26 @@ def test_renaming_hides_no_copy() -> None:
     pairs = similar("e", {"ada": solution, "bob": copied, "eve": other, "idle": starter}, starter)
     assert [(pair.first, pair.second) for pair in pairs] == [("ada", "bob")]
     assert pairs[0].share > 0.95
+
+
+def test_the_table_of_exercises_is_current() -> None:
+    text = (exercises.FOLDER / "README.md").read_text()
+    assert catalogue.with_table(text) == text, "run python -m common.grade.catalogue --readme"
+
+
+def test_a_reader_can_start_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / "02_tiled"
+    assert student.main(["02", "--start", "--folder", str(folder)]) == 0
+    assert {p.name for p in folder.iterdir()} == {
+        "02_tiled.ipynb",
+        "alibi.cu",
+        "no_o_tile.cu",
+        "find_it.cu",
+        "find_it.toml",
+        "variant.json",
+    }
+    assert student.main(["02", "--start", "--folder", str(folder)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    fault = plant(find_exercise(ALIBI).info, "public", "")
+    (folder / "find_it.toml").write_text(f'line = {fault.line}\nkind = "{fault.kind}"\n')
+    assert student.main(["02", "--exercise", "find_it", "--folder", str(folder)]) == 0

@@ -33,8 +33,8 @@ def exercise_table(exercises: Sequence[Exercise]) -> str:
         )
     minutes = sorted({e.minutes for e in exercises if e.kind == "find"})
     rows.append(
-        f"| every chapter: [{FIND_IT}]({FIND_IT}) | Break it, then find it. One planted fault, to be named by "
-        f"line and kind. | checker | medium to hard | {minutes[0]}–{minutes[-1]} |"
+        f"| every chapter: [{FIND_IT}]({FIND_IT}) | Break it, then find it. One planted fault, to be named "
+        f"by line and kind. | checker | medium to hard | {minutes[0]}–{minutes[-1]} |"
     )
     return "\n".join(rows)
 
