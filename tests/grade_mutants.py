@@ -69,7 +69,8 @@ def _by_rule(rule: str, which: int = 0) -> Callable[[str], str]:
     """A change of ``common.mutation``: of all places that its rule applies to, one."""
 
     def change(text: str) -> str:
-        places = [found for found in changes(text) if found[0] == rule]
+        start_of_pass = max(text.find("-- backward\n"), 0)  # of a file that has a forward pass, too
+        places = [found for found in changes(text) if found[0] == rule and found[1] >= start_of_pass]
         if not places:
             return text
         _, start, end, replacement = places[which % len(places)]
@@ -173,7 +174,7 @@ RULES = [
     Rule("lse without its maximum", _sub((r"finite_max\(row_max\) \+ logf", "logf")), ("lse",), ("out",), pass_="forward"),
     Rule("accumulator not zeroed", _by_rule("zeroing"), ("clean",), (), "initcheck"),
     Rule("last row not written", _by_rule("last row"), ("clean",), (), "never written|NaN"),
-    Rule("shared array too short", _by_rule("shared array"), ("clean",), (), "memcheck|racecheck|initcheck"),
+    Rule("shared array too short", _by_rule("shared array", -1), ("clean",), (), "memcheck|racecheck|initcheck"),
     Rule("all zero", _all_zero, ("results", "clean"), ("compiles",), "no kernel reads q, k, v, dout"),
     Rule("zero by a kernel", _sub((r"(acc_dv, )1\.0f", r"\g<1>0.0f"), (r"dv_scale\[2\] = \{1\.0f, 1\.0f\}", "dv_scale[2] = {}"),
                                   (r"(<true>, k_grid, sizes, p, dout, )1\.0f", r"\g<1>0.0f")), ("dv",), ("dq", "dk"), "dv is zero everywhere"),
@@ -183,7 +184,7 @@ RULES = [
     Rule("PyTorch instead of CUDA", lambda text: "#include <ATen/ATen.h>\n" + text, ("compiles", "results"), (), "includes ATen/ATen.h"),
     Rule("does not compile", _sub((r"constexpr int kBlockN = [^;]*;", "constexpr int kBlockN = ;"), (r"constexpr int kNumThreads = 128;", "constexpr int kNumThreads = ;")),
          ("compiles", "results"), (), "error"),
-    Rule("dV from dS", _sub((r"(acc_dv, )smem\.sP", r"\1smem.sdS"), (r"(acc_dv, &smem\.)sP", r"\1sdS"), (r"(acc_dv, )p(?=, smem)", r"\1ds"),
+    Rule("dV from dS", _sub((r"(acc_dv, )smem\.sP", r"\1smem.sdS"), (r"(acc_dv, &smem\.)sP", r"\1sdS"), (r"(acc_dv, )p(?=, smem\.sdO\[stage\])", r"\1ds"),
                             (r"(<true>, k_grid, sizes, )p(?=, dout)", r"\1ds")), ("dv",), ("dq", "dk")),
     Rule("dS without P", _sub((r"\bp \* \(dp - ", "(dp - "), (r"p\[i\] \* \(acc_dp", "(acc_dp"), (r"p\[start \+ col\] \* \(dp\[start", "(dp[start"),
                               (r"x\[i\] \* acc_dp", "acc_dp")), ("dq", "dk"), ("dv",)),

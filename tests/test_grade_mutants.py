@@ -13,8 +13,8 @@ from common.grade.kernel import grade_kernel
 MUTANTS = {mutant.name: mutant for mutant in mutants()}
 SAMPLE = {
     "02-alibi-missing_scale_on_dk",
-    "05-softcap-lost_barrier",
-    "07-prefix-delta_per_tile",
+    "05-wider_tiles-lost_barrier",
+    "07-window-delta_per_tile",
     "08-lse_base2-tail_rows_written",
 }
 

@@ -225,10 +225,18 @@ def _lines_that_write(name: str, results: list[CaseResult]) -> list[int]:
     return sorted(lines)[:4]
 
 
+# What goes wrong first: an overrun looks like a race, too, and a race like a read of nothing.
+_ORDER = ("memcheck", "racecheck", "synccheck", "initcheck", "error")
+
+
+def _by_cause(findings: list[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda f: _ORDER.index(f.tool) if f.tool in _ORDER else len(_ORDER))
+
+
 def _distinct(findings: list[Finding]) -> list[tuple[int, str]]:
     """(line, sentence), one for each tool and pair of lines."""
     seen: dict[tuple, tuple[int, str]] = {}
-    for f in findings:
+    for f in _by_cause(findings):
         line = f.where.line if f.where is not None else 0
         other = f.other.line if f.other is not None else 0
         seen.setdefault((f.tool, line, other, f.memory if not line else ""), (line, str(f)))
@@ -237,7 +245,7 @@ def _distinct(findings: list[Finding]) -> list[tuple[int, str]]:
 
 def _cleanliness(exercise: Exercise, results: list[CaseResult], right: float) -> Check:
     points = exercise.points["clean"]
-    findings = [f for r in results for f in r.findings]
+    findings = _by_cause([f for r in results for f in r.findings])
     failed = [r for r in results if r.failed]
     if findings:
         distinct = _distinct(findings)
