@@ -344,9 +344,9 @@ def test_renaming_hides_no_copy() -> None:
     assert pairs[0].share > 0.95
 
 
-def test_the_table_of_exercises_is_current() -> None:
+def test_the_page_for_instructors_is_current() -> None:
     text = (exercises.FOLDER / "README.md").read_text()
-    assert catalogue.with_table(text) == text, "run python -m common.grade.catalogue --readme"
+    assert catalogue.render(text) == text, "run python -m common.grade.catalogue --readme"
 
 
 def test_a_reader_can_start_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -6,6 +6,7 @@ not use is switched off, so that what stops it is the sandbox.
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -57,7 +58,7 @@ slow = pytest.mark.slow
         pytest.param("exit(0);", "exited with status 0 on its own", id="exit"),
         pytest.param("for (volatile int i = 0;; i = i + 1) {}", "was ended after|crashed", id="endless loop"),
         pytest.param("*(volatile int*)8 = 1;", "crashed|SIGSEGV|segmentation", id="crash"),
-        pytest.param("for (;;) puts(\"spam spam spam spam spam spam\");", "was ended after|crashed|exited", id="huge output"),
+        pytest.param("for (;;) puts(\"spam spam spam spam spam spam\");", "was ended after|crashed|exited", marks=slow, id="huge output"),
         pytest.param("raise(SIGKILL);", "crashed", marks=slow, id="kills itself"),
         pytest.param("_exit(7);", "exited with status 7", marks=slow, id="_exit"),
         pytest.param("throw 3;", "crashed|exited", marks=slow, id="throws"),
@@ -69,10 +70,33 @@ def test_it_gets_the_points_for_compiling_and_no_more(code: str, why: str) -> No
     start = time.monotonic()
     item = graded(with_launcher(code))
     assert item.score == EXERCISE.points["compiles"], str(item)
-    import re
-
     assert re.search(why, seen(item)), str(item)
     assert time.monotonic() - start < 60
+
+
+@slow
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "__syncthreads();  // P and dS are complete",
+            "if (threadIdx.x == 0) __syncthreads();",
+            "synccheck: .*barrier",
+        ),
+        (
+            "m_start += kBlockM) {",
+            "m_start += 0) {",
+            "has not ended after .* endless loop",
+        ),
+    ],
+    ids=["deadlock", "endless loop in a kernel"],
+)
+def test_a_kernel_that_never_ends_is_named(old: str, new: str, said: str) -> None:
+    text = EXERCISE.solution()
+    assert old in text
+    item = graded(text.replace(old, new, 1))
+    assert item.score < EXERCISE.max_score / 2
+    assert re.search(said, seen(item) + str(item.findings)), str(item)
 
 
 DENIED = {
@@ -95,7 +119,31 @@ def test_what_it_may_not_do_fails_and_the_rest_is_graded() -> None:
     assert not Path("/tmp/planted-by-a-submission").exists()
 
 
-def test_the_test_above_can_fail() -> None:
+@slow
+@pytest.mark.skipif("Landlock" not in str(sandbox.protection()), reason="the system has no Landlock")
+def test_landlock_and_seccomp_are_enough_without_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "has_bwrap", lambda: False)
+    item = graded(with_launcher("\n".join(DENIED.values())))
+    assert item.score == item.max_score, str(item)
+    assert graded(f'#include "{SECRET}"\n' + EXERCISE.solution()).score == 0
+
+
+@pytest.mark.parametrize(
+    ("there_is", "said"),
+    [
+        (("bubblewrap", "seccomp"), "Submissions run behind bubblewrap, seccomp."),
+        ((), "WITHOUT A SANDBOX. Nothing keeps them from reading files that you can read.*They can start"),
+        (("seccomp",), "behind seccomp. Nothing keeps them from reading files"),
+    ],
+)
+def test_what_is_missing_is_said_plainly(
+    there_is: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "protection", lambda: there_is)
+    assert re.search(said, sandbox.describe_protection())
+
+
+def test_a_file_that_may_be_read_is_opened() -> None:
     """What is allowed does return the error that marks success."""
     item = graded(
         with_launcher('if (open("/usr/include/stdio.h", O_RDONLY) >= 0) return cudaErrorInvalidValue;')

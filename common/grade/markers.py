@@ -14,7 +14,6 @@ that a starter needs in place of a solution follows ``// STUB`` inside of it, co
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 _COMMENT = {".cu": "//", ".h": "//", ".cpp": "//", ".py": "#", ".md": "<!--"}
 _EXACT = re.compile(
@@ -145,8 +144,3 @@ def apply_changes(chapter: str, changes: str, name: str) -> str:
             )
         chapter = chapter.replace(old, new)
     return chapter
-
-
-def suffix_of(path: Path) -> str:
-    """The suffix whose markers a file has."""
-    return path.suffix

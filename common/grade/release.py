@@ -196,7 +196,12 @@ def make_release(out: Path, assignment: Assignment, chapter: str | None = None) 
         nbformat.write(make_notebook(name, group, with_solutions=True), source / f"{name}.ipynb")
     check_for_leaks(release, exercises)
     check_for_leaks(building / "students", exercises)
-    (building / "nbgrader" / "nbgrader_config.py").write_text(_NBGRADER_CONFIG)
+    kept = {
+        name: [exercise.file for exercise in group if exercise.kind != "python"]
+        for name, group in _by_chapter(exercises).items()
+    }
+    config = _NBGRADER_CONFIG.replace("{kept}", json.dumps(kept, indent=4))
+    (building / "nbgrader" / "nbgrader_config.py").write_text(config)
     assignment.write(building / "instructor" / "assignment.json")
     shutil.make_archive(str(building / "release"), "zip", release)
     shutil.rmtree(out, ignore_errors=True)
@@ -204,7 +209,6 @@ def make_release(out: Path, assignment: Assignment, chapter: str | None = None) 
     return exercises
 
 
-# The student's files must survive: nbgrader otherwise copies those of the source folder over them.
 _NBGRADER_CONFIG = """c = get_config()  # noqa: F821
 
 c.CourseDirectory.course_id = "flash-attention-backward"
@@ -212,6 +216,8 @@ c.ClearSolutions.code_stub = {"python": "# YOUR CODE HERE\\nraise NotImplemented
 c.ClearSolutions.begin_solution_delimeter = "BEGIN SOLUTION"
 c.ClearSolutions.end_solution_delimeter = "END SOLUTION"
 c.ExecutePreprocessor.timeout = 600
+# Students edit these files; nbgrader would otherwise copy those of the source folder over them.
+c.Autograde.exclude_overwriting = {kept}
 c.IncludeHeaderFooter.header = ""
 """
 

@@ -75,14 +75,19 @@ def python() -> str:
     return str(Path(sys.executable).resolve())
 
 
-def _bwrap(command: list[str], folder: Path, readable: Sequence[str]) -> list[str]:
+def _bwrap(
+    command: list[str], folder: Path, readable: Sequence[str], writable: Sequence[str] = ()
+) -> list[str]:
     bwrap = shutil.which("bwrap")
     assert bwrap is not None
     arguments = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--proc", "/proc"]
     arguments += ["--dev", "/dev", "--tmpfs", "/tmp"]
     for path in (*_SYSTEM, *_toolchain(), *readable):
         arguments += ["--ro-bind-try", path, path]
-    return [*arguments, "--bind", str(folder), str(folder), "--chdir", str(folder), *command]
+    arguments += ["--ro-bind", str(folder), str(folder)]
+    for path in writable:
+        arguments += ["--bind", path, path]
+    return [*arguments, "--chdir", str(folder), *command]
 
 
 @functools.cache
@@ -119,7 +124,12 @@ def confined(
     path.write_text(json.dumps(job))
     command = [interpreter or python(), "-I", str(RUNNER), str(path)]
     if has_bwrap():
-        command = _bwrap(command, folder, [*paths, str(RUNNER)])
+        own = (
+            [str(folder)]
+            if job["action"] == "execute"
+            else [job[k] for k in ("results", "memory") if k in job]
+        )
+        command = _bwrap(command, folder, [*paths, str(RUNNER)], own)
     environment = {
         "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
         "LC_ALL": "C.UTF-8",

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import hashlib
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import jit
+from common import jit, ladder
 from common.grade import compiled, sandbox
 from common.grade.exercises import Exercise, list_exercises
 from common.grade.feedback import page, write_csv, write_json
@@ -212,6 +214,17 @@ def write_reports(tasks: Sequence[Task], items: Sequence[Item], out: Path, assig
     return len(pairs)
 
 
+def _write_timing(path: Path, items: Sequence[Item], jobs: int, seconds: float, cpu_seconds: float) -> None:
+    """How long grading took, for notebooks/exercises/README.md."""
+    data = {
+        "date": datetime.date.today().isoformat(), "processor": ladder.machine(torch.device("cpu"))["device"],
+        "students": len({item.student for item in items}),
+        "chapters": sorted({item.exercise.partition("/")[0] for item in items}), "items": len(items),
+        "jobs": jobs, "seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1),
+    }  # fmt: skip
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -231,6 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="ITEM",
         help="a student, 02_tiled/alibi, or student:02_tiled/alibi",
     )
+    parser.add_argument("--timing", type=Path, metavar="FILE", help="write how long it took, as JSON")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}; expected at least 1")
@@ -248,6 +262,10 @@ def main(arguments: list[str] | None = None) -> int:
         for item in grade_all(tasks, assignment, options.out, jobs=options.jobs, again=options.regrade):
             items.append(item)
             bar.update()
+    seconds = time.monotonic() - start
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if options.timing is not None:
+        _write_timing(options.timing, items, options.jobs, seconds, usage.ru_utime + usage.ru_stime)
     pairs = write_reports(tasks, items, options.out, assignment)
     students = len({item.student for item in items})
     print(
