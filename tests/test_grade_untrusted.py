@@ -19,7 +19,6 @@ from common.grade.kernel import grade_kernel
 from common.grade.results import Item
 from common.grade.scan import scan
 
-pytestmark = pytest.mark.xdist_group("grade")
 EXERCISE = find_exercise("02_tiled/alibi")
 LAUNCHER = "cudaError_t launch_backward(const BackwardParams& params, void*, cudaStream_t stream) {\n"
 HEADERS = "".join(

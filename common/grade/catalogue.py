@@ -46,12 +46,11 @@ def exercise_table(exercises: Sequence[Exercise]) -> str:
 def time_it_takes() -> str:
     """What ``make grade ARGS='--timing …'`` measured, in a sentence."""
     data = json.loads(TIMING.read_text())
-    chapters, jobs = len(data["chapters"]), data["jobs"]
+    chapters = len(data["chapters"])
     return (
         f"{data['students']} submissions of {'one chapter' if chapters == 1 else f'{chapters} chapters'}, "
-        f"{data['items']} items in all, took {data['seconds'] / 60:.0f} minutes with {jobs} processes "
-        f"({data['cpu_seconds'] / data['items']:.1f} s of processor time an item; {data['processor']}, "
-        f"{data['date']})."
+        f"{data['items']} exercises in all, took {data['seconds'] / 60:.0f} minutes with {data['jobs']} processes on "
+        f"{data['cores']} cores (load {data['load']}, {data['date']})."
     )
 
 

@@ -12,11 +12,12 @@ from nbformat import NotebookNode
 
 from common.grade.answers import grade_answers
 from common.grade.cases import PUBLIC_SEED
-from common.grade.exercises import Exercise, find_exercise
+from common.grade.exercises import FOLDER, Exercise, find_exercise
 from common.grade.grading import grade
 from common.grade.markers import strip_solutions
 
 SEED_VARIABLE = "FA2_GRADE_SEED"
+FOLDERS_VARIABLE = "FA2_GRADE_SOLUTIONS"
 _START = """# Exercises of chapter {chapter}
 
 {count} exercises, about {minutes} minutes in all. Each says which file to edit: it lies beside this notebook,
@@ -30,9 +31,11 @@ def check(exercise: str, **functions: Callable[..., Any]) -> float:
     """Grades one exercise from its notebook, prints what was seen and returns the points.
 
     exercise: "NN_name/exercise". functions: of a Python exercise, by name. Files are those beside it.
-    An instructor's seed, in the environment variable FA2_GRADE_SEED, takes the place of the students'.
+    For instructors: a seed in the environment variable FA2_GRADE_SEED takes the place of the students', and
+    FA2_GRADE_SOLUTIONS names folders with exercises of their own.
     """
-    chosen = find_exercise(exercise)
+    own = [Path(folder) for folder in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if folder]
+    chosen = find_exercise(exercise, [FOLDER, *own])
     secret = os.environ.get(SEED_VARIABLE)
     seed = secret or PUBLIC_SEED
     if chosen.kind == "python":

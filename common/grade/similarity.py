@@ -14,7 +14,7 @@ from itertools import combinations
 from common.grade.scan import without_comments
 
 _LENGTH = 10  # tokens of a sequence
-_FEWEST = 15  # sequences of one's own, below which nothing can be said
+_FEWEST = 60  # sequences of one's own; of fewer lines there are too few ways to write them
 _TOKEN = re.compile(r"[A-Za-z_]\w*|\d[\w.']*|[^\s\w]")
 _KEPT = {
     "for",
