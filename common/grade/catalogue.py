@@ -46,11 +46,11 @@ def exercise_table(exercises: Sequence[Exercise]) -> str:
 def time_it_takes() -> str:
     """What ``make grade ARGS='--timing …'`` measured, in a sentence."""
     data = json.loads(TIMING.read_text())
-    chapters = len(data["chapters"])
+    chapters, minutes = len(data["chapters"]), data["seconds"] / 60
     return (
         f"{data['students']} submissions of {'one chapter' if chapters == 1 else f'{chapters} chapters'}, "
-        f"{data['items']} exercises in all, took {data['seconds'] / 60:.0f} minutes with {data['jobs']} processes on "
-        f"{data['cores']} cores (load {data['load']}, {data['date']})."
+        f"{data['items']} exercises in all, took {minutes:.0f} minutes with {data['jobs']} processes "
+        f"on {data['cores']} cores (load {data['load']}, {data['date']})."
     )
 
 

@@ -25,6 +25,8 @@ KINDS = {
     "zeroing": "zeroing",
     "last row": "last row",
 }
+# Arrays whose size is a part of a function's type: the compiler would find the fault.
+_TYPED = re.compile(r"(TileRow|ScoreRow) |float s(P|dS)\[")
 _NEAR, _FAR = 2, 8  # lines: right, and half right
 _SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te", "vi", "wo", "xu", "ze")
 ANSWER = """# Break it, then find it: fill in both and save. Comments like this one may stay.
@@ -47,8 +49,11 @@ class Fault:
 
 def _candidates(info: ChapterInfo) -> list[Mutant]:
     mutants = [
-        m for m in mutants_of(info) if m.file == "kernel.cu" and m.rule in KINDS and why_harmless(m) is None
-    ]
+        mutant
+        for mutant in mutants_of(info)
+        if mutant.file == "kernel.cu" and mutant.rule in KINDS and why_harmless(mutant) is None
+        and not (mutant.rule == "shared array" and _TYPED.match(mutant.before))
+    ]  # fmt: skip
     # Of each rule as many as of the others, or nearly all faults would be barriers.
     by_rule = {rule: [m for m in mutants if m.rule == rule] for rule in KINDS}
     return [
