@@ -30,7 +30,7 @@ struct Call {
 std::string text;
 
 AttentionSizes sizes_of(const Call& call) {
-  return {int(call.batch),    int(call.num_heads), int(call.num_heads),       int(call.seqlen_q),
+  return {int(call.batch),    int(call.num_heads),       int(call.num_heads), int(call.seqlen_q),
           int(call.seqlen_k), float(call.softmax_scale), call.is_causal != 0};
 }
 
@@ -110,7 +110,8 @@ const char* grade_run(const Call* call) {
     const cudaError_t error =
         call->backward != 0 ? launch_backward(backward_params(*call), call->workspace, nullptr)
                             : launch_forward(forward_params(*call), call->workspace, nullptr);
-    if (error != cudaSuccess) text = launch_error.empty() ? cudaGetErrorString(error) : launch_error;
+    if (error != cudaSuccess)
+      text = launch_error.empty() ? cudaGetErrorString(error) : launch_error;
   } catch (const std::exception& error) {
     text = error.what();
   }
