@@ -101,14 +101,16 @@ def test_a_solution_is_no_chapter(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", CUDA)
-def test_the_solution_is_formatted(key: str) -> None:
+def test_sources_are_formatted(key: str) -> None:
     exercise = EXERCISES[key]
     clang_format = [jit.sys.executable, "-c", "import clang_format; clang_format.clang_format()"]
-    text = exercise.solution()
     command = [*clang_format, f"--assume-filename={jit.REPO_ROOT / 'chapters' / 'kernel.cu'}"]
-    formatted = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
-    differing = [(a, b) for a, b in zip(text.splitlines(), formatted.splitlines(), strict=False) if a != b]
-    assert formatted == text, differing[:3]
+    for text in (exercise.solution(), exercise.starter()):
+        formatted = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+        differing = [
+            (a, b) for a, b in zip(text.splitlines(), formatted.splitlines(), strict=False) if a != b
+        ]
+        assert formatted == text, differing[:3]
 
 
 @functools.cache
