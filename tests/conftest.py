@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from grade_mutants import score_table as graded_table
 from helpers import backward_chapters, forward_chapters, loaded, reproducible
 from mutation import score_table
 
@@ -39,6 +38,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(score_table([tuple(result) for result in sorted(results)]))
     graded = [value for r in reports for name, value in r.user_properties if name == "graded mutant"]
     if graded:
+        from grade_mutants import score_table as graded_table
+
         terminalreporter.section("known-wrong kernels and their scores (test_grade_mutants.py)")
         terminalreporter.write_line(graded_table([tuple(row) for row in graded]))
 

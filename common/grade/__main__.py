@@ -10,21 +10,22 @@ import argparse
 import sys
 from pathlib import Path
 
-import nbformat
-
 from common import jit
 from common.grade import sandbox
 from common.grade.cases import PUBLIC_SEED
 from common.grade.exercises import Exercise
 from common.grade.feedback import page
 from common.grade.grading import exercises_for, grade, read_submission
-from common.grade.notebook import make_notebook
-from common.grade.release import Assignment, write_chapter
 
 WORK = jit.REPO_ROOT / "exercises"
 
 
 def _start(folder: Path, exercises: list[Exercise]) -> int:
+    import nbformat
+
+    from common.grade.notebook import make_notebook
+    from common.grade.release import Assignment, write_chapter
+
     if folder.exists():
         raise ValueError(f"{folder} is there already, and is left as it is")
     chapter = exercises[0].chapter

@@ -1,23 +1,15 @@
-"""The notebook of a chapter's exercises, and what its cells call."""
+"""The notebook of a chapter's exercises."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import nbformat
 from nbformat import NotebookNode
 
-from common.grade.answers import grade_answers
-from common.grade.cases import PUBLIC_SEED
-from common.grade.exercises import FOLDER, Exercise, find_exercise
-from common.grade.grading import grade
+from common.grade.exercises import Exercise
 from common.grade.markers import strip_solutions
 
-SEED_VARIABLE = "FA2_GRADE_SEED"
-FOLDERS_VARIABLE = "FA2_GRADE_SOLUTIONS"
 _START = """# Exercises of chapter {chapter}
 
 {count} exercises, about {minutes} minutes in all. Each says which file to edit: it lies beside this notebook,
@@ -25,25 +17,6 @@ and so does everything else that you hand in. The cell below each task runs the 
 instructor's grader, on other sizes; `python -m common.grade {number}` in a terminal does so, too. No GPU is
 needed. Keep the files' names and the cells' order.
 """
-
-
-def check(exercise: str, **functions: Callable[..., Any]) -> float:
-    """Grades one exercise from its notebook, prints what was seen and returns the points.
-
-    exercise: "NN_name/exercise". functions: of a Python exercise, by name. Files are those beside it.
-    For instructors: a seed in the environment variable FA2_GRADE_SEED takes the place of the students', and
-    FA2_GRADE_SOLUTIONS names folders with exercises of their own.
-    """
-    own = [Path(folder) for folder in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if folder]
-    chosen = find_exercise(exercise, [FOLDER, *own])
-    secret = os.environ.get(SEED_VARIABLE)
-    seed = secret or PUBLIC_SEED
-    if chosen.kind == "python":
-        item = grade_answers(chosen, seed=seed, functions=functions)
-    else:
-        item = grade(chosen, Path.cwd(), seed=seed, secret=secret)
-    print(item)
-    return item.score
 
 
 def _markdown(name: str, text: str) -> NotebookNode:
