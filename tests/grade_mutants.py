@@ -202,20 +202,25 @@ RULES = [
 
 
 def mutants() -> Iterator[Mutant]:
-    """Every rule on every chapter: of its exercises in turn, the first to which the rule applies."""
-    for group in _cuda_exercises().values():
+    """Every rule on every other chapter: of its exercises in turn, the first to which the rule applies.
+
+    A rule that fits few chapters is tried on each.
+    """
+    for number, group in enumerate(_cuda_exercises().values()):
         for turn, rule in enumerate(RULES):
+            if (number + turn) % 2 and rule.pass_ == "backward" and rule.name not in _RARE:
+                continue
             ordered = group[turn % len(group) :] + group[: turn % len(group)]
             for exercise in ordered:
                 text = exercise.solution()
-                changed = (
-                    rule.change(text)
-                    if rule.pass_ == exercise.pass_ or rule.name == "PyTorch instead of CUDA"
-                    else text
-                )
+                fits = rule.pass_ == exercise.pass_ or rule.name == "PyTorch instead of CUDA"
+                changed = rule.change(text) if fits else text
                 if changed != text:
                     yield Mutant(exercise, rule, changed)
                     break
+
+
+_RARE = ("delta per tile", "lost wait", "addition is not atomic")
 
 
 def _cuda_exercises() -> dict[str, list[Exercise]]:

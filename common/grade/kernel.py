@@ -209,7 +209,9 @@ def _correctness(exercise: Exercise, name: str, results: list[CaseResult]) -> Ch
     lines = _lines_that_write(name, results)
     failed = all(r.failed for r in results)
     hint = hints.RUNS if failed else exercise.hints.get(name, hints.RESULTS[name])
-    if right and not failed:
+    if len(right) >= len(results) / 2:
+        hint = hints.ONLY_PART  # the formula is right, then, and its hint would mislead
+    elif right and not failed:
         hint += f" {hints.ONLY_PART}"
     return Check(name, points, len(right) / len(results), seen, lines, hint)
 
