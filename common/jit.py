@@ -72,7 +72,8 @@ _CHECKED_GCC = [
     "-fno-reorder-blocks-and-partition",
     "-fno-guess-branch-probability",
 ]
-_CHECKED_CLANG = ["-fno-unroll-loops"]
+# The merged ends of two branches would belong to no line.
+_CHECKED_CLANG = ["-fno-unroll-loops", "-mllvm", "-simplifycfg-sink-common=false"]
 for _option in (
     "-disable-block-placement",
     "-disable-licm-promotion",
