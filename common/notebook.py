@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import torch
 from IPython.display import Markdown
@@ -82,19 +83,27 @@ def _functions(source: str) -> dict[str, str]:
 def show(chapter: str | int, *names: str) -> Markdown:
     """The source of functions and structs of a chapter's kernel; without names its header comment.
 
-    Raises ValueError, naming what there is.
+    What is not in the kernel file is looked for in the headers of ``common/cuda`` that it includes. Raises
+    ValueError, naming what there is.
     """
     info = load_chapter(chapter).info
-    source = info.kernel.read_text()
     if not names:
-        text = source[: source.index("#include")].rstrip()
-    else:
-        functions = _functions(source)
-        missing = [name for name in names if name not in functions]
-        if missing:
-            raise ValueError(f"{info.name} has no {', '.join(missing)}; there are {', '.join(functions)}")
-        text = "\n\n".join(functions[name] for name in names)
-    return Markdown(f"`chapters/{info.name}/kernel.cu`\n\n{_FENCE}cpp\n{text}\n{_FENCE}")
+        source = info.kernel.read_text()
+        return _cpp([info.kernel], source[: source.index("#include")].rstrip())
+    found: dict[str, tuple[Path, str]] = {}
+    for path in (info.kernel, *jit.included_headers(info.kernel)):
+        for name, text in _functions(path.read_text()).items():
+            found.setdefault(name, (path, text))
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(f"{info.name} has no {', '.join(missing)}; there are {', '.join(found)}")
+    paths = dict.fromkeys(found[name][0] for name in names)
+    return _cpp(list(paths), "\n\n".join(found[name][1] for name in names))
+
+
+def _cpp(paths: list[Path], text: str) -> Markdown:
+    files = ", ".join(f"`{path.relative_to(jit.REPO_ROOT)}`" for path in paths)
+    return Markdown(f"{files}\n\n{_FENCE}cpp\n{text}\n{_FENCE}")
 
 
 def show_diff(before: str | int, after: str | int, *, context: int = 2) -> Markdown:

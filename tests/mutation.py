@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import load_chapter, load_kernel
+from common import jit, load_chapter, load_kernel
 from common.chapters import ChapterInfo, list_chapters
 from common.check import compare_outputs
 from common.formulas import Problem
@@ -83,10 +83,6 @@ HARMLESS = [
     ),
     Harmless(
         "(?!03).*", "guard", r"col < num_cols", ".*", "only 03 loads tiles of a matrix that may be narrower"
-    ),
-    Harmless(
-        "10.*", "wait", r"cp_async_wait<0>\(\);", "dS of the last tile",
-        "after the loop no copy is under way: its last turn starts none (to go when 10 is next measured)",
     ),
 ]  # fmt: skip
 
@@ -150,18 +146,42 @@ def _changes(text: str) -> Iterator[tuple[str, int, int, str]]:
         yield "zeroing", *match.span(), "cudaSuccess;"
     for match in re.finditer(r"(?<=\]) = \{\};", text):
         yield "zeroing", *match.span(), ";"
+    for match in re.finditer(r"\*reinterpret_cast<float4\*>[^;]*make_float4\(0[^;]*;", text):
+        yield "zeroing", *match.span(), ";"
     for match in re.finditer(r"smem\.row_(?:max|sum)\[threadIdx\.x\] = [^;]*;", text):
         yield "zeroing", *match.span(), ""
 
 
-def _mutants_of_file(info: ChapterInfo, path: Path, kernel: str) -> Iterator[Mutant]:
+# Headers that hold what chapters share; the others hold instructions, which are tested on their own.
+SHARED = ("atomic.h", "dq_accumulator.h", "schedule.h", "swizzle.h", "tile.h", "warp_product.h")
+_INCLUDE = re.compile(rf'^#include "(common/cuda/(?:{"|".join(map(re.escape, SHARED))}))"\n', re.MULTILINE)
+
+
+def _without_includes(text: str, changed: Path, changed_text: str, done: set[Path]) -> str:
+    """The text with the headers of ``SHARED`` in the place of their first include, one of them changed."""
+
+    def contents(match: re.Match[str]) -> str:
+        path = REPO_ROOT / match.group(1)
+        if path in done:
+            return ""
+        done.add(path)
+        header = (changed_text if path == changed else path.read_text()).replace("#pragma once\n", "")
+        return _without_includes(header, changed, changed_text, done)
+
+    return _INCLUDE.sub(contents, text)
+
+
+def sources_of(info: ChapterInfo) -> list[Path]:
+    """A chapter's kernel file and the headers of ``SHARED`` that it includes, directly or through another."""
+    return [info.kernel, *(path for path in jit.included_headers(info.kernel) if path.name in SHARED)]
+
+
+def _mutants_of_file(info: ChapterInfo, path: Path) -> Iterator[Mutant]:
     text = path.read_text()
-    is_kernel = path == info.kernel
     for rule, start, end, replacement in _changes(text):
-        changed = text[:start] + replacement + text[end:]
-        include = f'#include "{path.relative_to(REPO_ROOT)}"\n'
-        source = changed if is_kernel else kernel.replace(include, changed.replace("#pragma once\n", ""))
-        assert is_kernel or include in kernel
+        source = text[:start] + replacement + text[end:]
+        if path != info.kernel:
+            source = _without_includes(info.kernel.read_text(), path, source, set())
         line_start, line_end = text.rfind("\n", 0, start) + 1, text.find("\n", end)
         yield Mutant(
             info.name,
@@ -177,15 +197,8 @@ def _mutants_of_file(info: ChapterInfo, path: Path, kernel: str) -> Iterator[Mut
 
 
 def mutants_of(info: ChapterInfo) -> list[Mutant]:
-    """Every mutant of a chapter, and of those helpers it includes that were once part of a chapter.
-
-    The other headers hold instructions, which are tested on their own.
-    """
-    kernel = info.kernel.read_text()
-    headers = re.findall(r'^#include "(common/cuda/\w+\.h)"', kernel, re.MULTILINE)
-    taught = [name for name in headers if Path(name).name in ("atomic.h", "tile.h")]
-    paths = [info.kernel, *(REPO_ROOT / name for name in taught)]
-    return [mutant for path in paths for mutant in _mutants_of_file(info, path, kernel)]
+    """Every mutant of a chapter, and of what it shares with others."""
+    return [mutant for path in sources_of(info) for mutant in _mutants_of_file(info, path)]
 
 
 # ---------------------------------------------------------------- who sees it

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mutation import HARMLESS, RULES, Mutant, mutants_of, verdict, why_harmless
+from mutation import HARMLESS, RULES, Mutant, mutants_of, sources_of, verdict, why_harmless
 
 from common.chapters import list_chapters
 
@@ -48,12 +48,13 @@ def test_mutant_is_seen(name: str, tmp_path: Path, record_property: Callable[[st
 
 def test_each_chapter_has_mutants_of_each_kind() -> None:
     for info in list_chapters():
-        text = info.kernel.read_text()
+        kernel = info.kernel.read_text()
+        text = "".join(path.read_text() for path in sources_of(info))
         rules = {mutant.rule for mutant in mutants_of(info)}
         assert {"barrier", "guard", "shared array", "last row"} <= rules, info.name
         assert ("zeroing" in rules) == ("cudaMemsetAsync" in text or "] = {}" in text), info.name
         barriers = [m for m in mutants_of(info) if m.rule == "barrier" and m.file == "kernel.cu"]
-        assert len(barriers) == len(re.findall(r"__sync(?:threads|warp)\(\);|\bbarrier_sync\(", text)), (
+        assert len(barriers) == len(re.findall(r"__sync(?:threads|warp)\(\);|\bbarrier_sync\(", kernel)), (
             info.name
         )
         assert ("wait" in rules) == ("cp_async_wait<" in text), info.name
