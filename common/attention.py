@@ -65,7 +65,7 @@ def default_chapter(dtype: torch.dtype, head_dim: int, device: torch.device) -> 
     """The last chapter that takes such tensors; if none does, the last of those that take the most dtypes."""
     infos = list_chapters()[::-1]
     for info in infos:
-        can_run = device.type != "cuda" or jit.compute_capability(device) >= info.min_compute_capability
+        can_run = device.type != "cuda" or info.runs_on(jit.compute_capability(device))
         if dtype in info.dtypes and head_dim in info.head_dims and can_run:
             return info
     return max(infos, key=lambda info: len(info.dtypes))
