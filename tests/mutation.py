@@ -26,7 +26,7 @@ from common.chapters import ChapterInfo, list_chapters
 from common.check import compare_outputs
 from common.formulas import Problem
 from common.inputs import random_inputs
-from common.jit import REPO_ROOT, BuildError
+from common.jit import BuildError
 
 RULES = (
     "barrier",
@@ -187,21 +187,6 @@ def _changes(text: str) -> Iterator[tuple[str, int, int, str]]:
 
 # Headers that hold what chapters share; the others hold instructions, which are tested on their own.
 SHARED = ("atomic.h", "dq_accumulator.h", "schedule.h", "swizzle.h", "tile.h", "warp_product.h")
-_INCLUDE = re.compile(rf'^#include "(common/cuda/(?:{"|".join(map(re.escape, SHARED))}))"\n', re.MULTILINE)
-
-
-def _without_includes(text: str, changed: Path, changed_text: str, done: set[Path]) -> str:
-    """The text with the headers of ``SHARED`` in the place of their first include, one of them changed."""
-
-    def contents(match: re.Match[str]) -> str:
-        path = REPO_ROOT / match.group(1)
-        if path in done:
-            return ""
-        done.add(path)
-        header = (changed_text if path == changed else path.read_text()).replace("#pragma once\n", "")
-        return _without_includes(header, changed, changed_text, done)
-
-    return _INCLUDE.sub(contents, text)
 
 
 def sources_of(info: ChapterInfo) -> list[Path]:
@@ -214,7 +199,7 @@ def _mutants_of_file(info: ChapterInfo, path: Path) -> Iterator[Mutant]:
     for rule, start, end, replacement in _changes(text):
         source = text[:start] + replacement + text[end:]
         if path != info.kernel:
-            source = _without_includes(info.kernel.read_text(), path, source, set())
+            source = jit.with_header_changed(info.kernel, path, source)
         line_start, line_end = text.rfind("\n", 0, start) + 1, text.find("\n", end)
         yield Mutant(
             info.name,

@@ -129,6 +129,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     copy_statistics(smem.lse_log2[stage], lse_log2 + padded_row + m_start);
     copy_statistics(smem.neg_delta[stage], neg_delta + padded_row + m_start);
   };
+  // The numbers of two neighbouring queries that this lane's elements belong to.
+  const auto statistics = [&](const float* tile, int col) {
+    return *reinterpret_cast<const float2*>(tile + 8 * col + lane % 4 * 2);
+  };
   // dQ_accum += dS K, of one tile
   const auto add_dq = [&](int m_block, int stage) {
     constexpr int kTilesAcross = kPaddedDim / kColsDq;
@@ -161,8 +165,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     float acc_dp[1][kBlockM / 8][4];
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-      const float2 x =
-          *reinterpret_cast<const float2*>(&smem.neg_delta[stage][8 * j + lane % 4 * 2]);
+      const float2 x = statistics(smem.neg_delta[stage], j);
       acc_dp[0][j][0] = acc_dp[0][j][2] = x.x;
       acc_dp[0][j][1] = acc_dp[0][j][3] = x.y;
     }
@@ -173,8 +176,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       const Mask mask(params, m_start + lane % 4 * 2, n_start + warp_key + lane / 4);
 #pragma unroll
       for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 lse =
-            *reinterpret_cast<const float2*>(&smem.lse_log2[stage][8 * j + lane % 4 * 2]);
+        const float2 lse = statistics(smem.lse_log2[stage], j);
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
           float x[2], dx[2];

@@ -375,8 +375,10 @@ __device__ void ds_role(const Block& block, Element* dk) {
       upper[1] = upper[3] = lower[1] = lower[3] = x.y;
     };
     const auto load_p = [&](int j, int row) {
-      return CrossingP{smem.sP_high[i % kStages][block.pair][j][row][block.lane],
-                       smem.sP_low[i % kStages][block.pair][j][row][block.lane]};
+      CrossingP crossing;
+      crossing.high = smem.sP_high[i % kStages][block.pair][j][row][block.lane];
+      crossing.low = smem.sP_low[i % kStages][block.pair][j][row][block.lane];
+      return crossing;
     };
     // 3. dPᵀ - delta = V dOᵀ - delta, for the accumulator starts at -delta. What the mask hides becomes zero:
     // P = 0 alone is not enough, as a hidden dP may be infinite or NaN, and 0 · inf = NaN.
