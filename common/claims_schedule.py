@@ -466,7 +466,7 @@ def why_backward_underfills() -> Verdict:
             for name, x in best.items()
         )
         + f"; 12, whose additions followed a tile's products, reached {added} at N = "
-        f"{at_once['seqlens'][-1]} and, with the additions left out, {left_out} ({data['gpu']}, {data['date']})",
+        f"{at_once['seqlens'][-1]}, with the additions left out {left_out} ({data['gpu']}, {data['date']})",
     )
 
 
