@@ -28,7 +28,23 @@ from common.formulas import Problem
 from common.inputs import random_inputs
 from common.jit import BuildError
 
-RULES = ("barrier", "guard", "shared array", "last row", "zeroing", "wait", "stage", "swizzle", "transpose")
+RULES = (
+    "barrier",
+    "guard",
+    "shared array",
+    "last row",
+    "zeroing",
+    "wait",
+    "stage",
+    "swizzle",
+    "transpose",
+    "turn",
+    "mbarrier",
+    "parity",
+    "bytes",
+    "proxy",
+    "wgmma",
+)
 # Ragged in both directions, several tiles and heads; a block has several tiles of its own to walk over.
 PROBLEM = Problem(1, 2, 77, 70, 16, torch.float32)
 # The same for the larger tiles of chapters with tensor cores; so many queries that a pipeline comes round.
@@ -84,6 +100,20 @@ HARMLESS = [
     Harmless(
         "(?!03).*", "guard", r"col < num_cols", ".*", "only 03 loads tiles of a matrix that may be narrower"
     ),
+    Harmless(
+        "12.*", "wgmma", r"wgmma_wait<0>\(acc_dv, p\);", ".*",
+        "before the producer loads dO it waits for the stage of Q, which is handed back after the next wait",
+    ),
+    Harmless(
+        "12.*", "mbarrier", r"mbarrier_wait\(&smem\.dout_empty.*", ".*",
+        "the wait for Q's stage comes before it and is for what the consumers do later, so it is not needed "
+        "(to go when 12 is next measured)",
+    ),
+    Harmless("12.*", "stage", "i", r"dout_empty\[i", "that wait is not needed at all, see above"),
+    Harmless(
+        "12.*", "stage", "i", r"q_empty\[i",
+        "the producer then waits for a tile later than it has to, or has done so a turn before",
+    ),
 ]  # fmt: skip
 
 
@@ -122,6 +152,19 @@ def _changes(text: str) -> Iterator[tuple[str, int, int, str]]:
         yield "swizzle", *match.span(), match.group(1)
     for match in re.finditer(r"\bldmatrix(_trans)?(?=\()", text):
         yield "transpose", *match.span(), "ldmatrix" if match.group(1) else "ldmatrix_trans"
+    for match in re.finditer(r"self\.(?:wait_for|pass)_turn\(\);", text):
+        yield "turn", *match.span(), ""
+    for match in re.finditer(r"mbarrier_wait\([^;]*\);|self\.release\([^;]*\);", text):
+        yield "mbarrier", *match.span(), ";"
+    for match in re.finditer(r"mbarrier_wait\([^;]*?(% 2(?: \^ 1)?)\);", text):
+        yield "parity", *match.span(1), "% 2" if match.group(1).endswith("1") else "% 2 ^ 1"
+    for match in re.finditer(r"mbarrier_expect\([^;,]*, ([^;]*)\);", text):
+        for change in ("- 16", "+ 16"):
+            yield "bytes", *match.span(1), f"int({match.group(1)}) {change}"
+    for match in re.finditer(r"fence_async_proxy\(\);", text):
+        yield "proxy", *match.span(), ""
+    for match in re.finditer(r"wgmma_(?:wait<\d>|fence)\([^;]*\);", text):
+        yield "wgmma", *match.span(), ""
     for match in _GUARD.finditer(text):
         start, end = match.span()
         line_start = text.rfind("\n", 0, start) + 1

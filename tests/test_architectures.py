@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import backward_chapters, draw, run_and_check, same_bits
 
-from common import ChapterInfo, jit, load_chapter
+from common import ChapterInfo, flash_attention, jit, load_chapter
 from common.attention import default_chapter
 from common.check import compare_outputs
 from common.formulas import Problem
@@ -72,6 +72,15 @@ def test_a_chapter_says_which_gpus_it_is_for(
         f"a GPU has compute capability {capability[0]}.{capability[1]}, 12_hopper needs 9.0 and no other"
     )
     assert load_chapter(12).gpu_problem(torch.device("cuda")) == expected
+
+
+def test_it_says_which_chapter_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    x = random_inputs(1, 1, 5, 64, dtype=torch.bfloat16)
+    flash_attention(x.q, x.k, x.v, verbose=True)
+    flash_attention(x.q, x.k, x.v, chapter=9, verbose=True)
+    flash_attention(x.q, x.k, x.v)
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["flash_attention: 12_hopper on cpu", "flash_attention: 09_tensor_cores on cpu"]
 
 
 def test_the_default_is_the_last_chapter_that_takes_the_tensors() -> None:

@@ -58,8 +58,12 @@ def test_each_chapter_has_mutants_of_each_kind() -> None:
             info.name
         )
         assert ("wait" in rules) == ("cp_async_wait<" in text), info.name
-        assert ("swizzle" in rules) == ("stage" in rules) == ("swizzle<" in text), info.name
+        assert ("swizzle" in rules) == ("swizzle<" in text), info.name
+        assert ("stage" in rules) == ("kStages" in text or "[stage]" in text), info.name
         assert ("transpose" in rules) == ("ldmatrix(" in text), info.name
+        assert ("turn" in rules) == ("pass_turn();" in text), info.name
+        assert ({"mbarrier", "parity", "bytes"} <= rules) == ("mbarrier_wait(" in text), info.name
+        assert ({"proxy", "wgmma"} <= rules) == ("wgmma_wait<" in text), info.name
 
 
 def test_a_mutant_differs_in_one_place() -> None:
