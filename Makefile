@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run notebooks lab test test-slow test-all bench sanitize check experiments counters counters-page readme resources diff new-chapter assignment grade lint format clean
+.PHONY: help setup run notebooks lab test test-slow test-all bench train sanitize check experiments counters counters-page readme resources diff new-chapter assignment grade lint format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +53,9 @@ test-all: test test-slow ## every test
 
 bench: $(READY) ## measure on this machine's GPU into notebooks/measurements/
 	$(PYTHON) -m common.bench $(ARGS)
+
+train: $(READY) ## a small character model, once with flash_attention and once with PyTorch's
+	$(PYTHON) -m common.train $(ARGS)
 
 sanitize: $(READY) ## compute-sanitizer over every chapter, on a GPU
 	$(PYTHON) -m common.sanitize $(ARGS)

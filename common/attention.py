@@ -21,6 +21,7 @@ def flash_attention(
     is_causal: bool = False,
     deterministic: bool = False,
     chapter: Chapter | str | int | None = None,
+    verbose: bool = False,
 ) -> Tensor:
     """softmax(softmax_scale · Q Kᵀ) V, differentiable once with respect to q, k and v.
 
@@ -35,7 +36,8 @@ def flash_attention(
         deterministic: ask for the same bits on every run. Also on under
             ``torch.use_deterministic_algorithms(True)``.
         chapter: which chapter computes: a loaded ``Chapter``, a name, a number. By default the last one that
-            takes the tensors' dtype, head_dim and GPU.
+            takes the tensors' dtype, head_dim and GPU: the fastest.
+        verbose: print which chapter that is.
 
     Returns:
         [B, H, Nq, d], dense, in q's dtype. Rows that see no key are 0.
@@ -54,6 +56,8 @@ def flash_attention(
             "transform of torch.func (grad, vmap, jvp ...) and no forward-mode derivatives"
         )
     key = chapter.key if isinstance(chapter, Chapter) else "" if chapter is None else str(chapter)
+    if verbose:
+        print(f"flash_attention: {_resolve(key, q).name} on {q.device}")
     return torch.ops.fa2_backward.attention(q, k, v, softmax_scale, is_causal, deterministic, key)[0]
 
 
@@ -65,7 +69,7 @@ def default_chapter(dtype: torch.dtype, head_dim: int, device: torch.device) -> 
     """The last chapter that takes such tensors; if none does, the last of those that take the most dtypes."""
     infos = list_chapters()[::-1]
     for info in infos:
-        can_run = device.type != "cuda" or jit.compute_capability(device) >= info.min_compute_capability
+        can_run = device.type != "cuda" or info.runs_on(jit.compute_capability(device))
         if dtype in info.dtypes and head_dim in info.head_dims and can_run:
             return info
     return max(infos, key=lambda info: len(info.dtypes))

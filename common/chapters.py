@@ -38,6 +38,7 @@ class ChapterInfo:
     ``dq_rounded_every``: dQ is summed in its own dtype and rounded after every so many keys; see ``compare``.
     ``row_alignment``: bytes of which the address of every row is a multiple, because the kernel loads so many
     at once; an input that is not laid out so is copied first.
+    ``max_compute_capability``: the last one that has the instructions; None if later ones keep them.
     ``traffic``: formulas as text; ``formulas`` reads them.
     """
 
@@ -50,6 +51,7 @@ class ChapterInfo:
     dtypes: tuple[torch.dtype, ...] = tuple(_DTYPES.values())
     head_dims: tuple[int, ...] = tuple(range(16, 129, 8))
     min_compute_capability: tuple[int, int] = (7, 5)
+    max_compute_capability: tuple[int, int] | None = None
     deterministic: str = "always"
     dq_rounded_every: int | None = None
     row_alignment: int = 1
@@ -61,9 +63,19 @@ class ChapterInfo:
         match = re.match(r"(\d+)_", self.name)
         return int(match.group(1)) if match else None
 
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether GPUs of this compute capability have the instructions."""
+        is_late = self.max_compute_capability is not None and capability > self.max_compute_capability
+        return capability >= self.min_compute_capability and not is_late
+
     def formulas(self, pass_: str) -> Formulas | None:
         """The traffic of the "forward" or "backward" pass in symbols; None if the chapter gives none."""
         return Formulas(self.traffic, pass_) if pass_ in self.traffic else None
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
 
 
 def _read_info(folder: Path) -> ChapterInfo:
@@ -71,7 +83,6 @@ def _read_info(folder: Path) -> ChapterInfo:
     try:
         data = tomllib.loads(path.read_text())
         head_dim = data["head_dim"]
-        major, minor = data["min_compute_capability"].split(".")
         info = ChapterInfo(
             name=folder.name,
             kernel=folder / "kernel.cu",
@@ -81,7 +92,10 @@ def _read_info(folder: Path) -> ChapterInfo:
             builds_on=data.get("builds_on"),
             dtypes=tuple(_DTYPES[name] for name in data["dtypes"]),
             head_dims=tuple(range(head_dim["min"], head_dim["max"] + 1, head_dim["multiple_of"])),
-            min_compute_capability=(int(major), int(minor)),
+            min_compute_capability=_capability(data["min_compute_capability"]),
+            max_compute_capability=(
+                _capability(data["max_compute_capability"]) if "max_compute_capability" in data else None
+            ),
             deterministic=data["deterministic"],
             dq_rounded_every=data.get("dq_rounded_every"),
             row_alignment=data.get("row_alignment", 1),
@@ -152,7 +166,7 @@ class Chapter:
         schedule: of the CPU device. None spreads the blocks over all cores. "in_order" and any integer
             seed run on one thread and reproduce every bit; a seed shuffles blocks and threads.
         cpu_fallback: let CUDA tensors run on the CPU device, with a warning, where the GPU cannot: no
-            toolkit to compile with, or a compute capability below the chapter's.
+            toolkit to compile with, or a compute capability that is not one of the chapter's.
         cpu_models: (major, minor) of the compute capability that the CPU device models, where tiles depend on
             it; 9.0 by default.
     """
@@ -233,13 +247,17 @@ class Chapter:
         """Why this chapter cannot run on a CUDA device, or None if it can."""
         if problem := jit.cuda_problem():
             return problem
-        capability, needed = jit.compute_capability(device), self.info.min_compute_capability
-        if capability < needed:
-            return (
-                f"{torch.cuda.get_device_name(device)} has compute capability "
-                f"{capability[0]}.{capability[1]}, {self.name} needs {needed[0]}.{needed[1]}"
-            )
-        return None
+        capability = jit.compute_capability(device)
+        if self.info.runs_on(capability):
+            return None
+        first, last = self.info.min_compute_capability, self.info.max_compute_capability
+        needed = f"{first[0]}.{first[1]}"
+        if last is not None:
+            needed += " and no other" if last == first else f" to {last[0]}.{last[1]}"
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability[0]}.{capability[1]}, {self.name} needs {needed}"
+        )
 
     def _must_move_to_cpu(self, device: torch.device) -> bool:
         if device.type != "cuda":

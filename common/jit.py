@@ -72,7 +72,8 @@ _CHECKED_GCC = [
     "-fno-reorder-blocks-and-partition",
     "-fno-guess-branch-probability",
 ]
-_CHECKED_CLANG = ["-fno-unroll-loops"]
+# The merged ends of two branches would belong to no line.
+_CHECKED_CLANG = ["-fno-unroll-loops", "-mllvm", "-simplifycfg-sink-common=false"]
 for _option in (
     "-disable-block-placement",
     "-disable-licm-promotion",
@@ -188,18 +189,42 @@ def _digest(paths: list[Path], *facts: str) -> str:
     return sha.hexdigest()[:12]
 
 
+_INCLUDE = re.compile(r'^#include "(common/cuda/[^"]+)"\n', re.MULTILINE)
+
+
 def included_headers(kernel: Path) -> list[Path]:
     """The headers of ``common/cuda`` that a kernel file includes, directly or through another one."""
     found: set[Path] = set()
     waiting = [kernel]
     while waiting:
         text = waiting.pop().read_text()
-        for name in re.findall(r'^#include "(common/cuda/[^"]+)"', text, re.MULTILINE):
+        for name in _INCLUDE.findall(text):
             header = REPO_ROOT / name
             if header.is_file() and header not in found:
                 found.add(header)
                 waiting.append(header)
     return sorted(found)
+
+
+def with_header_changed(kernel: Path, header: Path, text: str) -> str:
+    """A kernel file's text in which ``header`` reads ``text``.
+
+    The header stands in the place of its first include, and so do the headers that include it.
+    """
+    affected = [p for p in included_headers(kernel) if p == header or header in included_headers(p)]
+    done: set[Path] = set()
+
+    def contents(match: re.Match[str]) -> str:
+        path = REPO_ROOT / match.group(1)
+        if path not in affected:
+            return match.group()
+        if path in done:
+            return ""
+        done.add(path)
+        own = text if path == header else path.read_text()
+        return _INCLUDE.sub(contents, own.replace("#pragma once\n", ""))
+
+    return _INCLUDE.sub(contents, kernel.read_text())
 
 
 def kernel_digest(kernel: Path) -> str:

@@ -12,10 +12,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import jit
 from common.chapters import ChapterInfo
-from common.jit import REPO_ROOT
 
-RULES = ("barrier", "guard", "shared array", "last row", "zeroing", "wait", "stage", "swizzle", "transpose")
+RULES = (
+    "barrier",
+    "guard",
+    "shared array",
+    "last row",
+    "zeroing",
+    "wait",
+    "stage",
+    "swizzle",
+    "transpose",
+    "turn",
+    "mbarrier",
+    "parity",
+    "bytes",
+    "proxy",
+    "wgmma",
+)
 
 
 @dataclass(frozen=True)
@@ -67,8 +83,18 @@ HARMLESS = [
         "(?!03).*", "guard", r"col < num_cols", ".*", "only 03 loads tiles of a matrix that may be narrower"
     ),
     Harmless(
-        "10.*", "wait", r"cp_async_wait<0>\(\);", "dS of the last tile",
-        "after the loop no copy is under way: its last turn starts none (to go when 10 is next measured)",
+        "12.*", "wgmma", r"wgmma_wait<0>\(acc_dv, p\);", ".*",
+        "before the producer loads dO it waits for the stage of Q, which is handed back after the next wait",
+    ),
+    Harmless(
+        "12.*", "mbarrier", r"mbarrier_wait\(&smem\.dout_empty.*", ".*",
+        "the wait for Q's stage comes before it and is for what the consumers do later, so it is not needed "
+        "(to go when 12 is next measured)",
+    ),
+    Harmless("12.*", "stage", "i", r"dout_empty\[i", "that wait is not needed at all, see above"),
+    Harmless(
+        "12.*", "stage", "i", r"q_empty\[i",
+        "the producer then waits for a tile later than it has to, or has done so a turn before",
     ),
 ]  # fmt: skip
 
@@ -108,6 +134,19 @@ def changes(text: str) -> Iterator[tuple[str, int, int, str]]:
         yield "swizzle", *match.span(), match.group(1)
     for match in re.finditer(r"\bldmatrix(_trans)?(?=\()", text):
         yield "transpose", *match.span(), "ldmatrix" if match.group(1) else "ldmatrix_trans"
+    for match in re.finditer(r"self\.(?:wait_for|pass)_turn\(\);", text):
+        yield "turn", *match.span(), ""
+    for match in re.finditer(r"mbarrier_wait\([^;]*\);|self\.release\([^;]*\);", text):
+        yield "mbarrier", *match.span(), ";"
+    for match in re.finditer(r"mbarrier_wait\([^;]*?(% 2(?: \^ 1)?)\);", text):
+        yield "parity", *match.span(1), "% 2" if match.group(1).endswith("1") else "% 2 ^ 1"
+    for match in re.finditer(r"mbarrier_expect\([^;,]*, ([^;]*)\);", text):
+        for change in ("- 16", "+ 16"):
+            yield "bytes", *match.span(1), f"int({match.group(1)}) {change}"
+    for match in re.finditer(r"fence_async_proxy\(\);", text):
+        yield "proxy", *match.span(), ""
+    for match in re.finditer(r"wgmma_(?:wait<\d>|fence)\([^;]*\);", text):
+        yield "wgmma", *match.span(), ""
     for match in _GUARD.finditer(text):
         start, end = match.span()
         line_start = text.rfind("\n", 0, start) + 1
@@ -132,18 +171,27 @@ def changes(text: str) -> Iterator[tuple[str, int, int, str]]:
         yield "zeroing", *match.span(), "cudaSuccess;"
     for match in re.finditer(r"(?<=\]) = \{\};", text):
         yield "zeroing", *match.span(), ";"
+    for match in re.finditer(r"\*reinterpret_cast<float4\*>[^;]*make_float4\(0[^;]*;", text):
+        yield "zeroing", *match.span(), ";"
     for match in re.finditer(r"smem\.row_(?:max|sum)\[threadIdx\.x\] = [^;]*;", text):
         yield "zeroing", *match.span(), ""
 
 
-def _mutants_of_file(info: ChapterInfo, path: Path, kernel: str) -> Iterator[Mutant]:
+# Headers that hold what chapters share; the others hold instructions, which are tested on their own.
+SHARED = ("atomic.h", "dq_accumulator.h", "schedule.h", "swizzle.h", "tile.h", "warp_product.h")
+
+
+def sources_of(info: ChapterInfo) -> list[Path]:
+    """A chapter's kernel file and the headers of ``SHARED`` that it includes, directly or through another."""
+    return [info.kernel, *(path for path in jit.included_headers(info.kernel) if path.name in SHARED)]
+
+
+def _mutants_of_file(info: ChapterInfo, path: Path) -> Iterator[Mutant]:
     text = path.read_text()
-    is_kernel = path == info.kernel
     for rule, start, end, replacement in changes(text):
-        changed = text[:start] + replacement + text[end:]
-        include = f'#include "{path.relative_to(REPO_ROOT)}"\n'
-        source = changed if is_kernel else kernel.replace(include, changed.replace("#pragma once\n", ""))
-        assert is_kernel or include in kernel
+        source = text[:start] + replacement + text[end:]
+        if path != info.kernel:
+            source = jit.with_header_changed(info.kernel, path, source)
         line_start, line_end = text.rfind("\n", 0, start) + 1, text.find("\n", end)
         yield Mutant(
             info.name,
@@ -159,12 +207,5 @@ def _mutants_of_file(info: ChapterInfo, path: Path, kernel: str) -> Iterator[Mut
 
 
 def mutants_of(info: ChapterInfo) -> list[Mutant]:
-    """Every mutant of a chapter, and of those helpers it includes that were once part of a chapter.
-
-    The other headers hold instructions, which are tested on their own.
-    """
-    kernel = info.kernel.read_text()
-    headers = re.findall(r'^#include "(common/cuda/\w+\.h)"', kernel, re.MULTILINE)
-    taught = [name for name in headers if Path(name).name in ("atomic.h", "tile.h")]
-    paths = [info.kernel, *(REPO_ROOT / name for name in taught)]
-    return [mutant for path in paths for mutant in _mutants_of_file(info, path, kernel)]
+    """Every mutant of a chapter, and of what it shares with others."""
+    return [mutant for path in sources_of(info) for mutant in _mutants_of_file(info, path)]

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import torch
 from IPython.display import Markdown
@@ -22,12 +23,15 @@ from matplotlib.figure import Figure
 from common import experiments, jit
 from common.chapters import Chapter, load_chapter, load_kernel
 from common.check import check_chapter, compare_outputs
+from common.debug_info import Frame
 from common.diff import chapter_diff
 from common.figures import H200, RooflinePoint, draw_roofline
 from common.formulas import Problem
 from common.ladder import Ladder, Rung, Settings, climb, machine
 from common.measurements import FOLDER, find_ladder, find_sweep
+from common.report import Report
 from common.timing import backward_flops
+from common.traffic import Location, Requests
 
 # A ragged problem that the checker does in a second: two tiles and a bit.
 SMALL = Problem(1, 2, 70, 70, 64, torch.float32)
@@ -82,19 +86,27 @@ def _functions(source: str) -> dict[str, str]:
 def show(chapter: str | int, *names: str) -> Markdown:
     """The source of functions and structs of a chapter's kernel; without names its header comment.
 
-    Raises ValueError, naming what there is.
+    What is not in the kernel file is looked for in the headers of ``common/cuda`` that it includes. Raises
+    ValueError, naming what there is.
     """
     info = load_chapter(chapter).info
-    source = info.kernel.read_text()
     if not names:
-        text = source[: source.index("#include")].rstrip()
-    else:
-        functions = _functions(source)
-        missing = [name for name in names if name not in functions]
-        if missing:
-            raise ValueError(f"{info.name} has no {', '.join(missing)}; there are {', '.join(functions)}")
-        text = "\n\n".join(functions[name] for name in names)
-    return Markdown(f"`chapters/{info.name}/kernel.cu`\n\n{_FENCE}cpp\n{text}\n{_FENCE}")
+        source = info.kernel.read_text()
+        return _cpp([info.kernel], source[: source.index("#include")].rstrip())
+    found: dict[str, tuple[Path, str]] = {}
+    for path in (info.kernel, *jit.included_headers(info.kernel)):
+        for name, text in _functions(path.read_text()).items():
+            found.setdefault(name, (path, text))
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(f"{info.name} has no {', '.join(missing)}; there are {', '.join(found)}")
+    paths = dict.fromkeys(found[name][0] for name in names)
+    return _cpp(list(paths), "\n\n".join(found[name][1] for name in names))
+
+
+def _cpp(paths: list[Path], text: str) -> Markdown:
+    files = ", ".join(f"`{path.relative_to(jit.REPO_ROOT)}`" for path in paths)
+    return Markdown(f"{files}\n\n{_FENCE}cpp\n{text}\n{_FENCE}")
 
 
 def show_diff(before: str | int, after: str | int, *, context: int = 2) -> Markdown:
@@ -153,14 +165,19 @@ def _results(chapter: Chapter) -> tuple[str, ...]:
 def edited_kernel(chapter: str | int, old: str, new: str = "") -> Chapter:
     """A copy of a chapter's kernel with one text replaced, to see what breaks; the chapter stays as it is.
 
-    The copy lies under ``out/``, in a folder named after what it contains, so that it is built once only.
-    Raises ValueError if ``old`` does not occur exactly once.
+    The text may stand in a header of ``common/cuda`` instead. The copy lies under ``out/``, in a folder named
+    after what it contains, so that it is built once only. Raises ValueError if ``old`` does not occur exactly
+    once.
     """
     info = load_chapter(chapter).info
-    source = info.kernel.read_text()
-    if source.count(old) != 1:
-        raise ValueError(f"{old!r} occurs {source.count(old)} times in {info.name}, not once")
-    edited = source.replace(old, new)
+    texts = {path: path.read_text() for path in (info.kernel, *jit.included_headers(info.kernel))}
+    times = sum(text.count(old) for text in texts.values())
+    if times != 1:
+        raise ValueError(f"{old!r} occurs {times} times in {info.name} and its headers, not once")
+    (path,) = (path for path, text in texts.items() if old in text)
+    edited = texts[path].replace(old, new)
+    if path != info.kernel:
+        edited = jit.with_header_changed(info.kernel, path, edited)
     digest = hashlib.sha256(edited.encode()).hexdigest()[:12]
     path = jit.REPO_ROOT / "out" / "edited" / f"{info.name}-{digest}" / "edited.cu"
     if not path.exists():
@@ -170,6 +187,25 @@ def edited_kernel(chapter: str | int, old: str, new: str = "") -> Chapter:
 
 
 # ---------------------------------------------------------------- traffic
+
+
+def requests_at(chapter: Chapter, report: Report, text: str) -> list[Requests]:
+    """The requests of the lines, of a kernel or the headers of ``common/cuda``, in which a text stands.
+
+    Raises ValueError if there is none.
+    """
+    sources = {
+        path: path.read_text().splitlines()
+        for path in (chapter.info.kernel, *jit.included_headers(chapter.info.kernel))
+    }
+
+    def has_text(place: Frame | Location | None) -> bool:
+        return place is not None and place.file in sources and text in sources[place.file][place.line - 1]
+
+    found = [r for r in report.traffic.lines() if has_text(r.where) or has_text(r.where.helper)]
+    if not found:
+        raise ValueError(f"no request of {chapter.info.name} comes from a line with {text!r}")
+    return found
 
 
 def _formulas_of(chapter: Chapter):  # noqa: ANN202
@@ -364,7 +400,7 @@ def show_experiments(chapter: str | int, predictions: Mapping[str, str] | None =
             continue
         size = f"d = {e['head_dim']}, {e['mask']}, N = {' / '.join(map(str, e['seqlens']))}"
         flash = " / ".join(map(str, e["flash"])) if e["flash"] else ""
-        note = f" ({e['note']})" if e["note"] else ""
+        note = f" ({'; '.join(filter(None, (e['note'], e['date'])))})"
         for i, v in enumerate(e["variants"]):
             spills = f", spills {v['spilled_bytes']} bytes" if "spilled_bytes" in v else ""
             measured = " / ".join(map(str, v["values"])) + ("" if e["unit"] == "TFLOP/s" else f" {e['unit']}")
@@ -376,7 +412,7 @@ def show_experiments(chapter: str | int, predictions: Mapping[str, str] | None =
                 f"{verdict} |"
             )
     rows.append(
-        f"\n{data['gpu']}, {data['date']}, torch {data['torch']}; {data['tokens']:,} tokens, heads × d = "
+        f"\n{data['gpu']}, torch {data['torch']}; {data['tokens']:,} tokens, heads × d = "
         f"{data['heads_times_head_dim']:,}. {data['note']}"
     )
     return Markdown("\n".join(rows))

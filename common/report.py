@@ -329,6 +329,7 @@ _RACES = {
 
 
 _COPIES = {"read of a copy": "read", "write to a copy": "overwritten"}
+_BULK_COPIES = {"read of a bulk copy": "read", "write to a bulk copy": "overwritten"}
 
 
 def _race_message(
@@ -351,6 +352,16 @@ def _race_message(
         return (
             f"{target} is {_COPIES[what]} at {where} by {who}, while the cp.async {start} at {other_where} "
             f"may be under way: {end}"
+        )
+    if what in _BULK_COPIES:
+        return (
+            f"{target} is {_BULK_COPIES[what]} at {where} by {who}, while the copy that thread "
+            f"({other_thread}) started at {other_where} may be under way: no mbarrier_wait() covers it"
+        )
+    if what == "no proxy fence":
+        return (
+            f"{target} is written at {other_where} by thread ({other_thread}) and read by wgmma at {where} "
+            f"for {who}, with no fence_async_proxy() of the writer between"
         )
     within = "after" in what  # one block
     other = f"thread ({other_thread})" + ("" if within else f" of block ({other_block})")

@@ -64,6 +64,11 @@ def nearest_build(chapter: Chapter, dtype: torch.dtype, head_dim: int) -> tuple[
 # ---------------------------------------------------------------- inputs
 
 
+def widest_dtype(chapter: Chapter) -> torch.dtype:
+    """float32, or else bfloat16, which sums of millions do not overflow either."""
+    return FP32 if FP32 in chapter.info.dtypes else BF16
+
+
 def draw(
     batch: int,
     num_heads: int,
@@ -155,6 +160,16 @@ def assert_correct_after_long_sums(result: Gradients, inputs: Inputs, **options:
     unit = torch.finfo(torch.float32).eps / 2
     long_sum = {"dk": unit * inputs.q.shape[2] ** 0.5, "dv": unit * inputs.q.shape[2] ** 0.5}
     wrong = [c for c in over_budget(result, inputs, **options) if not c.error <= long_sum.get(c.name, 0.0)]
+    assert not wrong, "\n".join(str(c) for c in wrong)
+
+
+def assert_gradients_correct(
+    chapter: Chapter, inputs: Inputs, out: Tensor, lse: Tensor, *, is_causal: bool
+) -> None:
+    """A backward pass with an out and lse that others made, and answer for."""
+    gradients = chapter.backward(inputs.q, inputs.k, inputs.v, out, inputs.dout, lse, is_causal=is_causal)
+    compared = over_budget(Gradients(out, lse, *gradients), inputs, is_causal=is_causal)
+    wrong = [c for c in compared if c.name in ("dq", "dk", "dv")]
     assert not wrong, "\n".join(str(c) for c in wrong)
 
 

@@ -24,9 +24,18 @@ from common.check import compare_outputs
 from common.formulas import Problem
 from common.inputs import random_inputs
 from common.jit import BuildError
-from common.mutation import HARMLESS, RULES, Mutant, mutants_of, why_harmless
+from common.mutation import HARMLESS, RULES, Mutant, mutants_of, sources_of, why_harmless
 
-__all__ = ["HARMLESS", "RULES", "Mutant", "mutants_of", "score_table", "verdict", "why_harmless"]
+__all__ = [
+    "HARMLESS",
+    "RULES",
+    "Mutant",
+    "mutants_of",
+    "score_table",
+    "sources_of",
+    "verdict",
+    "why_harmless",
+]
 
 # Ragged in both directions, several tiles and heads; a block has several tiles of its own to walk over.
 PROBLEM = Problem(1, 2, 77, 70, 16, torch.float32)

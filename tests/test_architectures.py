@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import backward_chapters, draw, run_and_check, same_bits
 
-from common import ChapterInfo, load_chapter
+from common import ChapterInfo, flash_attention, jit, load_chapter
 from common.attention import default_chapter
 from common.check import compare_outputs
 from common.formulas import Problem
@@ -51,6 +51,36 @@ def test_the_checker_finds_nothing(info: ChapterInfo, capability: tuple[int, int
 
 def test_there_are_such_chapters() -> None:
     assert {info.number for info in DEPENDING} >= {10, 11}
+
+
+@pytest.mark.parametrize(("capability", "number"), [((8, 0), 11), ((9, 0), 12), ((10, 0), 11)])
+def test_the_default_is_one_that_the_gpu_can_run(
+    capability: tuple[int, int], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "compute_capability", lambda _: capability)
+    assert default_chapter(torch.bfloat16, 64, torch.device("cuda")).number == number
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (10, 0)])
+def test_a_chapter_says_which_gpus_it_is_for(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "cuda_problem", lambda: None)
+    monkeypatch.setattr(jit, "compute_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    expected = (
+        f"a GPU has compute capability {capability[0]}.{capability[1]}, 12_hopper needs 9.0 and no other"
+    )
+    assert load_chapter(12).gpu_problem(torch.device("cuda")) == expected
+
+
+def test_it_says_which_chapter_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    x = random_inputs(1, 1, 5, 64, dtype=torch.bfloat16)
+    flash_attention(x.q, x.k, x.v, verbose=True)
+    flash_attention(x.q, x.k, x.v, chapter=9, verbose=True)
+    flash_attention(x.q, x.k, x.v)
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["flash_attention: 12_hopper on cpu", "flash_attention: 09_tensor_cores on cpu"]
 
 
 def test_the_default_is_the_last_chapter_that_takes_the_tensors() -> None:

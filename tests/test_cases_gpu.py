@@ -14,6 +14,7 @@ from helpers import (
     REPO,
     assert_correct,
     assert_correct_after_long_sums,
+    assert_gradients_correct,
     assert_same_bits,
     assert_still_works,
     draw,
@@ -23,6 +24,7 @@ from helpers import (
     run_and_check,
     same_bits,
     surrounded_by_nan,
+    widest_dtype,
 )
 from torch import Tensor
 
@@ -46,6 +48,19 @@ def repeatable(chapter: Chapter) -> bool:
 
 
 # ---------------------------------------------------------------- the same results as elsewhere
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_gradients_from_sdpas_forward_on_the_gpu(
+    chapter: Chapter, dtype: torch.dtype, is_causal: bool
+) -> None:
+    """out and lse of PyTorch's FLASH forward serve as well as our own."""
+    inputs = draw(2, 3, 200, chapter=chapter, dtype=dtype, head_dim=64, device="cuda")
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+        inputs.q, inputs.k, inputs.v, 0.0, is_causal
+    )[:2]
+    assert_gradients_correct(chapter, inputs, out, lse, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -212,6 +227,29 @@ def test_the_current_stream_is_used(chapter: Chapter) -> None:
             assert_correct(Gradients(*copies), inputs)
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_a_captured_graph_follows_its_inputs(chapter: Chapter, is_causal: bool) -> None:
+    """Forward and backward in a CUDA graph; a larger call in between takes nothing away from it."""
+    first, second = (
+        draw(2, 2, 200, chapter=chapter, head_dim=64, seed=seed, device="cuda") for seed in (0, 1)
+    )
+    static = [t.clone() for t in (first.q, first.k, first.v, first.dout)]
+    warm_up = torch.cuda.Stream()
+    with torch.cuda.stream(warm_up):
+        run(chapter, *static, is_causal=is_causal)
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run(chapter, *static, is_causal=is_causal)
+    run_and_check(chapter, draw(2, 2, 900, chapter=chapter, head_dim=64, device="cuda"))
+    for inputs in (first, second):
+        for target, source in zip(static, (inputs.q, inputs.k, inputs.v, inputs.dout), strict=True):
+            target.copy_(source)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_correct(result, inputs, is_causal=is_causal)
+
+
 # ---------------------------------------------------------------- sizes
 
 
@@ -224,7 +262,8 @@ def test_more_heads_than_65535_on_the_gpu(chapter: Chapter, shape: tuple[int, in
 def test_more_query_tiles_than_65535_on_the_gpu(chapter: Chapter) -> None:
     """B18: Nq = 64 · 65535 + 1."""
     needs_free_bytes(32 << 30)
-    inputs = draw(1, 1, 64 * 65535 + 1, 16, chapter=chapter, head_dim=16, device="cuda")
+    dtype = widest_dtype(chapter)
+    inputs = draw(1, 1, 64 * 65535 + 1, 16, chapter=chapter, head_dim=16, dtype=dtype, device="cuda")
     result = either_right_or(
         (ValueError, RuntimeError),
         "seqlen_q|memory",

@@ -13,15 +13,19 @@ from helpers import (
     FP32,
     USUAL_HEAD_DIM,
     assert_correct,
+    assert_gradients_correct,
     assert_same_bits,
     assert_still_works,
+    backward_chapters,
     draw,
     either_right_or,
+    loaded,
     nearest_build,
     reproducible,
     run,
     run_and_check,
     same_bits,
+    widest_dtype,
 )
 
 from common import Chapter
@@ -445,3 +449,26 @@ def test_reproducible_schedules_repeat_every_bit(chapter: Chapter) -> None:
     for schedule in ("in_order", 7):
         scheduled = loaded(chapter.name, schedule)
         assert_same_bits(run(scheduled, *tensors), run(scheduled, *tensors))
+
+
+# ---------------------------------------------------------------- what else is there
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_from_sdpas_forward(chapter: Chapter, is_causal: bool) -> None:
+    """out and lse of PyTorch's FLASH forward serve as well as our own."""
+    inputs = draw(2, 3, 70, chapter=chapter, dtype=widest_dtype(chapter), head_dim=64)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        inputs.q, inputs.k, inputs.v, 0.0, is_causal
+    )
+    assert_gradients_correct(chapter, inputs, out, lse, is_causal=is_causal)
+
+
+def test_chapters_share_a_process() -> None:
+    """Kernels of the same name in different chapters do not take each other's place."""
+    chapters = [loaded(info.name) for info in backward_chapters()]
+    inputs = [draw(1, 2, 70, chapter=c, head_dim=128, dtype=widest_dtype(c)) for c in chapters]
+    results = [run_and_check(c, x, is_causal=True) for c, x in zip(chapters, inputs, strict=True)]
+    for c, x, before in reversed(list(zip(chapters, inputs, results, strict=True))):
+        again = run_and_check(c, x, is_causal=True)
+        assert_same_bits(again, before, ("out", "lse", "dk", "dv"))  # dq: in the order of the additions

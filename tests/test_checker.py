@@ -1102,7 +1102,7 @@ def test_programs_are_cuda(source: Path, tmp_path: Path) -> None:
     nvcc = jit.find_nvcc()
     if nvcc is None:
         pytest.skip("no nvcc on PATH nor in site-packages (pip install nvidia-cuda-nvcc)")
-    flags = ["-std=c++17", f"-I{REPO}", "-gencode=arch=compute_75,code=sm_75", "-c", str(source)]
+    flags = ["-std=c++17", f"-I{REPO}", "-gencode=arch=compute_80,code=sm_80", "-c", str(source)]
     run_command([str(nvcc), *flags, "-o", str(tmp_path / "program.o")])
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product as pairs
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,7 @@ class Device:
     def compile(self, source: Path, target: Path, *arguments: str) -> None:
         includes = [f"-I{RUNTIME}", f"-I{REPO}"]
         options = ["-std=c++17", "-O2", "-pthread", "-fstack-clash-protection", "-Wall", "-Wextra", "-Werror"]
+        options += ["-Wno-unknown-pragmas", "-Wno-psabi"]  # #pragma unroll; an ABI of GCC 4.5
         command = [self.compiler, *self.flags, *options, *includes, "-x", "c++", str(source)]
         run_checked([*command, "-x", "none", *arguments, "-o", str(target)])
 
@@ -400,6 +402,58 @@ def expected_reduce() -> dict[str, np.ndarray]:
     return expected
 
 
+def swizzled(panel: np.ndarray) -> np.ndarray:
+    """A panel [rows, 64] as it lies in shared memory: chunk c of row r at chunk c ^ (r % 8)."""
+    chunks = panel.reshape(-1, 8, 8)
+    result = np.empty_like(chunks)
+    for row in range(len(chunks)):
+        for chunk in range(8):
+            result[row, chunk ^ row % 8] = chunks[row, chunk]
+    return result.reshape(panel.shape)
+
+
+def in_registers(matrix: np.ndarray) -> np.ndarray:
+    """What the registers of a warpgroup hold of a wgmma's D [64, N], as [N / 2, 128]."""
+    r, thread = np.arange(matrix.shape[1] // 2)[:, None], np.arange(128)[None, :]
+    row = thread // 32 * 16 + thread % 32 // 4 + r % 4 // 2 * 8
+    return matrix[row, r // 4 * 8 + thread % 4 * 2 + r % 2]
+
+
+def expected_hopper() -> dict[str, np.ndarray]:
+    expected = {}
+    threads = np.arange(64)
+    for rounds in (1, 2, 9):
+        expected[f"hand_over.{rounds}"] = sum(1000 * r + 63 - threads for r in range(rounds))
+    tensor = (random_bits(range(2 * 40 * 3 * 80)) & 0xFFFF).reshape(2, 40, 3, 80)[..., :72]
+    padded = np.zeros((2, 40 + 24, 3, 128))
+    padded[:, :40, :, :72] = tensor
+    tiles = {
+        "inside": (0, 8, 1, 1),
+        "last_rows": (0, 32, 0, 1),
+        "last_columns": (64, 3, 2, 0),
+        "nothing": (0, 40, 0, 0),
+    }
+    for form, (name, (column, row, head, batch)) in pairs(("f16", "bf16"), tiles.items()):
+        panel = padded[batch, row : row + 24, head, column : column + 64]
+        expected[f"tile.{form}.{name}"] = swizzled(panel)
+    source = random_eighths(200)
+    copied = np.concatenate([source[:32], source[100:164]])[::-1]
+    expected["bulk"] = np.stack([copied, copied + 1])
+    a = (8 * random_eighths(64 * 64)).reshape(64, 64)
+    numbers_of_b = 8 * random_eighths(64 * 128, 10000)
+    for columns, b_major in pairs((64, 128), "km"):
+        b = numbers_of_b[: 64 * columns].reshape(64, columns)
+        halves = [in_registers(a[:, k : k + 32] @ b[k : k + 32]) for k in (0, 32)]
+        start = np.arange(128)[None, :] + np.arange(columns // 2)[:, None]
+        for form in ("f16", "bf16"):
+            for a_major in "km":
+                name = f"product.{form}.{a_major}.{b_major}.{columns}"
+                expected[name] = np.stack([halves[0], halves[0], halves[1]])
+            expected[f"product.{form}.r.{b_major}.{columns}"] = start + halves[0] + halves[1]
+    expected["pending"] = np.full((32, 128), np.nan)
+    return expected
+
+
 PLAIN_PROGRAMS: dict[str, Callable[[], dict[str, np.ndarray]]] = {
     "reduction": expected_reduction,
     "transpose": expected_transpose,
@@ -410,6 +464,7 @@ PLAIN_PROGRAMS: dict[str, Callable[[], dict[str, np.ndarray]]] = {
     "async_copy": expected_async_copy,
     "barrier": expected_barrier,
     "reduce": expected_reduce,
+    "hopper": expected_hopper,
 }
 SIXTEEN_BIT = ("half", "bfloat16", "half2", "bfloat162")
 
@@ -750,11 +805,11 @@ def test_tensor_core(device: Device) -> None:
 # ---------------------------------------------------------------- errors
 
 
-def line_of(marker: str) -> str:
+def line_of(marker: str, file: str = "errors.cu") -> str:
     """ "errors.cu:12" for the line with the comment ``// LINE marker``."""
-    lines = (PROGRAMS / "errors.cu").read_text().splitlines()
+    lines = (PROGRAMS / file).read_text().splitlines()
     (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"// LINE {marker}"))
-    return f"errors.cu:{number}"
+    return f"{file}:{number}"
 
 
 CULPRIT = "block (1,2,0), thread (3,1,0): "  # the thread of is_culprit() in errors.cu
@@ -942,6 +997,47 @@ def test_errors_are_reported_and_survived(any_device: Device, schedule: int) -> 
     assert arrays["two_host_threads.text_is_kept"] == "1"
 
 
+def hopper_line(name: str) -> str:
+    return line_of(name, "hopper_errors.cu")
+
+
+_WAITERS = f"{DEADLOCK}128 threads (first (0,0,0)) wait for mbarrier_wait(), phase 0 lacks"
+HOPPER_ERRORS = {
+    "no_init": f"mbarrier_wait() at {hopper_line('no_init')}: the barrier is not initialised",
+    "arrival_missing": (f"{_WAITERS} 1 of 2 arrivals and 0 of 0 bytes, at {hopper_line('arrival_missing')}"),
+    "bytes_missing": f"{_WAITERS} 0 of 1 arrivals and 16 of 64 bytes, at {hopper_line('bytes_missing')}",
+    "too_many_bytes": (
+        f"bulk_load() at {hopper_line('too_many_bytes')}: copies of 80 bytes in phase 0 of a barrier that "
+        "was told to expect 64"
+    ),
+    "arrives_too_often": (
+        f"mbarrier_arrive() at {hopper_line('arrives_too_often')}: all 1 arrivals of phase 0 are there, but "
+        "only 0 of 64 bytes"
+    ),
+    "no_fence": (
+        f"wgmma() at {hopper_line('no_fence')}: no wgmma_fence() since the warpgroup could touch its "
+        "registers"
+    ),
+    "different_matrices": (
+        f"wgmma() at {hopper_line('different_matrices')}: the lanes of the warpgroup give different "
+        "matrices in shared memory"
+    ),
+    "warp_missing": (
+        f"wgmma_commit() at {hopper_line('warp_missing')} needs 128 lanes, but thread (N,N,0) has returned"
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", [-2, 3], ids=["parallel", "seed_3"])
+def test_hopper_errors(device: Device, schedule: int) -> None:
+    arrays = device.run("hopper_errors", *HOPPER_ERRORS, SCHEDULE=schedule)
+    for case, text in HOPPER_ERRORS.items():
+        error = "Timeout" if text.startswith(DEADLOCK) else "Failure"
+        where = f"kernel {case}, block (0,0,0), thread (N,N,0): "
+        size = " (grid 1x1x1, block 128x1x1, 9216 bytes of shared memory)"
+        check_text(arrays[case], f"cudaErrorLaunch{error} {where}{text}{size}")
+
+
 def test_time_limit_is_one_of_a_block(device_folder: Path) -> None:
     device = device_of("g++", device_folder)
     device.program("errors")  # the time to build it does not count
@@ -1049,7 +1145,9 @@ def test_thread_local_variables_of_host_functions_are_left_alone(poison: Arrays)
 # ---------------------------------------------------------------- nvcc
 
 
-NEEDS_8_0 = "// Needs compute capability 8.0."  # the first line of a program
+# The first line of a program.
+NEEDS_8_0 = "// Needs compute capability 8.0."
+NEEDS_9_0 = "// Needs compute capability 9.0."
 
 
 def nvcc_command() -> list[str]:
@@ -1066,6 +1164,8 @@ def test_compiles_for_gpus(source: Path, tmp_path: Path) -> None:
     architectures = ["75", "80", "90a"] if has_16_bit_types else ["75"]
     if source.read_text().startswith(NEEDS_8_0):
         architectures = ["80", "90a"]
+    elif source.read_text().startswith(NEEDS_9_0):
+        architectures = ["90a"]
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
     run_checked([*nvcc_command(), *flags, "-c", str(source), "-o", str(tmp_path / "program.o")])
 
@@ -1083,17 +1183,22 @@ def gpu_run(device_folder: Path) -> Callable[..., Arrays]:
         source, target = PROGRAMS / f"{name}.cu", folder / name
         if source.read_text().startswith(NEEDS_8_0) and (major, minor) < (8, 0):
             pytest.skip(f"{name}.cu needs compute capability 8.0, this GPU has {major}.{minor}")
+        needs_9_0 = source.read_text().startswith(NEEDS_9_0)
+        if needs_9_0 and (major, minor) != (9, 0):
+            pytest.skip(f"{name}.cu needs compute capability 9.0, this GPU has {major}.{minor}")
         with exclusive(target):
             if not target.exists():
-                command = [*nvcc_command(), f"-arch=sm_{major}{minor}", str(source)]
+                arch = f"{major}{minor}" + ("a" if needs_9_0 else "")
+                gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
+                command = [*nvcc_command(), gencode, str(source)]
                 run_checked([*command, "-o", str(target)])
         return parse(run_checked([str(target), *arguments], input=stdin))
 
     return run
 
 
-# CUDA does not promise which lanes run together, nor what is where a copy has not arrived.
-NOT_COMPARED = {"active_mask", "groups"}
+# CUDA does not promise which lanes run together, nor what is where a copy or product has not arrived.
+NOT_COMPARED = {"active_mask", "groups", "pending"}
 
 
 def comparable(arrays: Arrays) -> Arrays:

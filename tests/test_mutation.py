@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mutation import HARMLESS, RULES, Mutant, mutants_of, verdict, why_harmless
+from mutation import HARMLESS, RULES, Mutant, mutants_of, sources_of, verdict, why_harmless
 
 from common.chapters import list_chapters
 
@@ -48,17 +48,22 @@ def test_mutant_is_seen(name: str, tmp_path: Path, record_property: Callable[[st
 
 def test_each_chapter_has_mutants_of_each_kind() -> None:
     for info in list_chapters():
-        text = info.kernel.read_text()
+        kernel = info.kernel.read_text()
+        text = "".join(path.read_text() for path in sources_of(info))
         rules = {mutant.rule for mutant in mutants_of(info)}
         assert {"barrier", "guard", "shared array", "last row"} <= rules, info.name
         assert ("zeroing" in rules) == ("cudaMemsetAsync" in text or "] = {}" in text), info.name
         barriers = [m for m in mutants_of(info) if m.rule == "barrier" and m.file == "kernel.cu"]
-        assert len(barriers) == len(re.findall(r"__sync(?:threads|warp)\(\);|\bbarrier_sync\(", text)), (
+        assert len(barriers) == len(re.findall(r"__sync(?:threads|warp)\(\);|\bbarrier_sync\(", kernel)), (
             info.name
         )
         assert ("wait" in rules) == ("cp_async_wait<" in text), info.name
-        assert ("swizzle" in rules) == ("stage" in rules) == ("swizzle<" in text), info.name
+        assert ("swizzle" in rules) == ("swizzle<" in text), info.name
+        assert ("stage" in rules) == ("kStages" in text or "[stage]" in text), info.name
         assert ("transpose" in rules) == ("ldmatrix(" in text), info.name
+        assert ("turn" in rules) == ("pass_turn();" in text), info.name
+        assert ({"mbarrier", "parity", "bytes"} <= rules) == ("mbarrier_wait(" in text), info.name
+        assert ({"proxy", "wgmma"} <= rules) == ("wgmma_wait<" in text), info.name
 
 
 def test_a_mutant_differs_in_one_place() -> None:

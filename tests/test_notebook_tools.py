@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
-from common import experiments, list_chapters, load_chapter, notebook
+from common import experiments, jit, list_chapters, load_chapter, notebook
+from common.check import check_chapter, compare_outputs
+from common.formulas import Problem
 from common.ladder import Ladder, Rung, Settings
-from common.notebook import edited_kernel, formula_table, quiet, roofline, show, show_experiments
+from common.notebook import edited_kernel, formula_table, quiet, requests_at, roofline, show, show_experiments
 
 
 @pytest.mark.parametrize("name", [info.name for info in list_chapters()])
@@ -38,6 +41,33 @@ def test_a_kernel_is_edited_in_a_copy() -> None:
     assert load_chapter("01_naive").info.kernel.read_text() == source
     with pytest.raises(ValueError, match="0 times in 01_naive"):
         edited_kernel("01_naive", "no such text")
+
+
+def test_a_header_is_edited_in_a_copy() -> None:
+    old, new = "constexpr int kRowsPerThread = 4;", "constexpr int kRowsPerThread = 2;"
+    header = jit.CUDA_HEADERS / "dq_accumulator.h"
+    assert header.read_text().count(old) == 1
+    kernel = edited_kernel("10_async_pipeline", old, new)
+    assert new in kernel.info.kernel.read_text()
+    assert '#include "common/cuda/dq_accumulator.h"' not in kernel.info.kernel.read_text(), (
+        "or it would be there twice"
+    )
+    problem = Problem(1, 1, 70, 70, 64, torch.bfloat16)
+    report, inputs = check_chapter(kernel, problem)
+    assert not report.findings
+    assert all(c.ok for c in compare_outputs(kernel, problem, report, inputs))
+
+
+def test_requests_are_found_by_their_source() -> None:
+    chapter = load_chapter("10_async_pipeline")
+    report, _ = check_chapter(chapter, Problem(1, 1, 70, 70, 64, torch.bfloat16))
+    (in_kernel,) = requests_at(chapter, report, "ds[j / 2][0]);")
+    assert (in_kernel.operation, in_kernel.memory) == ("write", "shared")
+    in_header = requests_at(chapter, report, "reduce_add(target")
+    assert {r.operation for r in in_header} == {"atomic"}
+    assert {r.memory for r in in_header} == {"dq_accum"}
+    with pytest.raises(ValueError, match="no request of 10_async_pipeline"):
+        requests_at(chapter, report, "no such text")
 
 
 def test_formulas_come_with_a_legend() -> None:
@@ -79,5 +109,5 @@ def test_experiments_are_shown_with_their_verdicts() -> None:
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in rows}) == 1
     assert "| all warps last | 1.2 × | 271 / 280 / 287 | 258 / 276 / 299 | dropped |" in text
-    assert "NVIDIA H200, 2026-11-29" in text
+    assert "NVIDIA H200, torch 2" in text
     assert "who copies dO" not in text, "that is chapter 11's"

@@ -20,17 +20,18 @@
 #include "common/cuda/async_copy.h"
 #include "common/cuda/attention.h"
 #include "common/cuda/barrier.h"
+#include "common/cuda/dq_accumulator.h"
 #include "common/cuda/launch.h"
-#include "common/cuda/reduce.h"
+#include "common/cuda/schedule.h"
+#include "common/cuda/swizzle.h"
 #include "common/cuda/tensor_core.h"
+#include "common/cuda/warp_product.h"
 
 namespace {
 
 static_assert(sizeof(Element) == 2, "tensor cores multiply fp16 or bf16 here; for fp32 use 08");
 
 constexpr int kPaddedDim = kHeadDim <= 64 ? 64 : 128;  // a tile's row is 128 or 256 bytes
-constexpr int kMaxSplits = 8;                          // with deterministic
-constexpr float kLog2e = 1.44269504f;
 
 // The largest tiles that fit: queries and keys.
 struct TileShape {
@@ -51,8 +52,10 @@ constexpr int kNumThreads = 2 * kRoleThreads;
 // With few columns, a warp's rows of K (P role) or V (dS role) fit into its registers.
 constexpr bool kKeysInRegisters = kPaddedDim == 64;
 
+using Sizes = BackwardSizes<kBlockM, kBlockN, kPaddedDim>;
+
 // A warp's share of dQ.
-constexpr int kRowsDq = 32;
+constexpr int kRowsDq = kPaddedDim == 64 ? 16 : 32;
 constexpr int kColsDq = kBlockM * kPaddedDim / kRowsDq / (2 * kNumPairs);
 
 constexpr int kStagesQ = 3;  // read for S, read for dK, being copied
@@ -67,43 +70,12 @@ struct SharedMemory {
   // P of 16 queries and 16 keys at a time, as a lane holds it.
   uint4 sP_high[kStages][kNumPairs][kSlices][2][32];
   uint2 sP_low[kStages][kNumPairs][kSlices][2][32];
-  float lse_log2[kStagesQ][kBlockM];
+  float lse_log2[kStages][kBlockM];
   float neg_delta[kStages][kBlockM];
 };
 static_assert(sizeof(SharedMemory) <= kMaxSharedBytes, "of a block");
 
-// ---------------------------------------------------------------- swizzled tiles
-
-// ldmatrix reads the same 16-byte chunk of 8 rows, and would find them in the same banks. So chunk c of row r
-// lies at chunk c ^ (r % 8); rows of 64 bytes, of which two share the 32 banks, at c ^ (r / 2 % 4).
-template <int kCols>
-__device__ int swizzle(int row, int col) {
-  static_assert(kCols == 32 || kCols == 64 || kCols == 128, "64, 128 or 256 bytes");
-  return kCols == 32 ? col ^ row / 2 % 4 * 8 : col ^ row % 8 * 8;
-}
-
-// Where a lane points ldmatrix within 16 rows and columns of a tile, as an offset in bytes. Four 8x8
-// matrices: in `first`, down, then right; in `second`, right, then down.
-template <int kCols>
-struct LaneOffset {
-  int first, second;
-
-  __device__ LaneOffset() {
-    const int lane = threadIdx.x % 32;
-    first = 2 * (lane % 16 * kCols + swizzle<kCols>(lane % 16, lane / 16 * 8));
-    second = 2 * ((lane % 8 + lane / 16 * 8) * kCols + swizzle<kCols>(lane % 8, lane / 8 % 2 * 8));
-  }
-};
-
-// The address of a lane's row for the 16x16 elements at (row, col), both multiples of 16.
-template <int kCols>
-__device__ const void* at(const Element (*tile)[kCols], int row, int col, int lane_offset) {
-  return reinterpret_cast<const char*>(tile[row]) + (lane_offset ^ 2 * col);
-}
-template <int kCols>
-__device__ void* at(Element (*tile)[kCols], int row, int col, int lane_offset) {
-  return reinterpret_cast<char*>(tile[row]) + (lane_offset ^ 2 * col);
-}
+// ---------------------------------------------------------------- copies
 
 // Starts copying rows [row_start, row_start + kRows) of a matrix with num_rows rows into a tile, by the threads
 // of one role. What lies past the matrix' end becomes zeros. In pieces, so that they can be issued between
@@ -146,55 +118,9 @@ __device__ void copy_statistics(float* target, const float* source) {
   if (thread < kBlockM / 4) cp_async_16(target + 4 * thread, source + 4 * thread);
 }
 
-// ---------------------------------------------------------------- products of one warp
+// ---------------------------------------------------------------- a product in slices
 
-// acc [16 kRowTiles, 8 kColTiles] += A Bᵀ, A rows [row_a, ...) and B rows [0, 8 kColTiles) of two tiles.
-template <int kRowTiles, int kColTiles>
-__device__ void add_product_bt(float (&acc)[kRowTiles][kColTiles][4],
-                               const Element (*a)[kPaddedDim], const Element (*b)[kPaddedDim],
-                               LaneOffset<kPaddedDim> lane) {
-#pragma unroll
-  for (int k = 0; k < kPaddedDim; k += 16) {
-    uint32_t fragment_a[kRowTiles][4];
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) ldmatrix(fragment_a[i], at(a, 16 * i, k, lane.first));
-#pragma unroll
-    for (int j = 0; j < kColTiles; j += 2) {
-      uint32_t fragment_b[4];
-      ldmatrix(fragment_b, at(b, 8 * j, k, lane.second));
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-        mma<Element>(acc[i][j], fragment_a[i], fragment_b[0], fragment_b[1]);
-        mma<Element>(acc[i][j + 1], fragment_a[i], fragment_b[2], fragment_b[3]);
-      }
-    }
-  }
-}
-
-// acc [16 kRowTiles, kPaddedDim] += A B, A in registers, kInner rows of B in shared memory. between(step) is
-// called before each of the kInnerTiles * kPaddedDim / 16 steps.
-template <int kRowTiles, int kInnerTiles, typename Between>
-__device__ void add_product_ra(float (&acc)[kRowTiles][kPaddedDim / 8][4],
-                               const uint32_t (&a)[kInnerTiles][kRowTiles][4],
-                               const Element (*b)[kPaddedDim], LaneOffset<kPaddedDim> lane,
-                               Between between) {
-#pragma unroll
-  for (int k = 0; k < kInnerTiles; ++k) {
-#pragma unroll
-    for (int j = 0; j < kPaddedDim / 8; j += 2) {
-      uint32_t fragment_b[4];
-      ldmatrix_trans(fragment_b, at(b, 16 * k, 8 * j, lane.first));
-      between(k * (kPaddedDim / 16) + j / 2);
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-        mma<Element>(acc[i][j], a[k][i], fragment_b[0], fragment_b[1]);
-        mma<Element>(acc[i][j + 1], a[k][i], fragment_b[2], fragment_b[3]);
-      }
-    }
-  }
-}
-
-// The same as add_product_bt with A in registers, one slice of 16 rows of B after the other. begin(j, acc) fills
+// acc [32, 16] = A Bᵀ, A in registers, for one slice of 16 rows of B after the other. begin(j, acc) fills
 // the accumulator of slice j, finish(j, part, acc) takes a quarter of it (part / 2: rows, part % 2: columns)
 // while the next slice is multiplied.
 template <typename Begin, typename Finish>
@@ -258,184 +184,7 @@ __device__ void join(float (&p)[2][4], CrossingP cut) {
   }
 }
 
-// ---------------------------------------------------------------- before and after
-
-__host__ __device__ int num_m_blocks(const BackwardParams& params) {
-  return (params.seqlen_q + kBlockM - 1) / kBlockM;
-}
-__host__ __device__ int num_n_blocks(const BackwardParams& params) {
-  return (params.seqlen_k + kBlockN - 1) / kBlockN;
-}
-// The number of accumulators of a head.
-__host__ __device__ int num_splits(const BackwardParams& params) {
-  return params.deterministic ? min(num_n_blocks(params), kMaxSplits) : 1;
-}
-// Rows of a head in the scratch arrays: whole tiles.
-__host__ __device__ int64_t padded_rows(const BackwardParams& params) {
-  return int64_t(num_m_blocks(params)) * kBlockM;
-}
-// Elements of dq_accum that belong to one split.
-__host__ __device__ int64_t split_elements(const BackwardParams& params) {
-  return int64_t(params.batch) * params.num_heads * padded_rows(params) * kPaddedDim;
-}
-
-// The sum of the products of eight elements.
-__device__ float dot(uint4 x, uint4 y) {
-  const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 c = unpack<Element>(a[i]), d = unpack<Element>(b[i]);
-    sum += c.x * d.x + c.y * d.y;
-  }
-  return sum;
-}
-
-// neg_delta = -rowsum(O ∘ dO) and lse_log2 = -lse · log2 e, and zeros in dq_accum. A row that sees no key
-// (lse = -inf) and a row past the last get lse_log2 = -inf, which makes their P zero.
-constexpr int kThreadsPerRow = kPaddedDim / 8;
-constexpr int kRowsAtOnce = 256 / kThreadsPerRow;
-constexpr int kRowsPerThread = 4;  // many loads under way hide their latency
-__global__ void __launch_bounds__(256) prepare_kernel(const BackwardParams params, float* lse_log2,
-                                                      float* neg_delta, float* dq_accum) {
-  const int batch = blockIdx.x / params.num_heads, head = blockIdx.x % params.num_heads;
-  const Element* out = params.out + params.out_strides.offset(batch, head);
-  const Element* dout = params.dout + params.dout_strides.offset(batch, head);
-  const float* lse = params.lse + int64_t(blockIdx.x) * params.seqlen_q;
-  const int64_t head_row = blockIdx.x * padded_rows(params);
-  const int col = threadIdx.x % kThreadsPerRow * 8;
-  for (int64_t first_row =
-           blockIdx.y * (kRowsPerThread * kRowsAtOnce) + threadIdx.x / kThreadsPerRow;
-       first_row < padded_rows(params); first_row += gridDim.y * (kRowsPerThread * kRowsAtOnce)) {
-    uint4 x[kRowsPerThread] = {}, y[kRowsPerThread] = {};
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      const int64_t row = first_row + i * kRowsAtOnce;
-      if (row >= params.seqlen_q || col >= kHeadDim) continue;
-      x[i] = *reinterpret_cast<const uint4*>(out + row * params.out_strides.row + col);
-      y[i] = *reinterpret_cast<const uint4*>(dout + row * params.dout_strides.row + col);
-    }
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      const int64_t row = first_row + i * kRowsAtOnce;
-      float sum = dot(x[i], y[i]);
-#pragma unroll
-      for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) {
-        sum += __shfl_xor_sync(0xffffffff, sum, offset);
-      }
-      if (row >= padded_rows(params)) continue;
-      if (col == 0) {
-        const float row_lse = row < params.seqlen_q ? lse[row] : -INFINITY;
-        lse_log2[head_row + row] = row_lse == -INFINITY ? -INFINITY : -row_lse * kLog2e;
-        neg_delta[head_row + row] = -sum;
-      }
-      for (int split = 0; split < num_splits(params); ++split) {
-        float* accum = dq_accum + split * split_elements(params) + (head_row + row) * kPaddedDim;
-        // A thread's 16 bytes beside those of its neighbours.
-        *reinterpret_cast<float4*>(accum + col / 2) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        *reinterpret_cast<float4*>(accum + kPaddedDim / 2 + col / 2) =
-            make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      }
-    }
-  }
-}
-
-// dQ = softmax_scale · Σ dQ_accum[split], in the order of the splits, rounded to the output's dtype. dq_accum
-// is [rows / 16][kPaddedDim / 8][lane][4]; a thread takes what four lanes hold: 8 columns of two rows.
-__global__ void __launch_bounds__(256)
-    convert_kernel(const BackwardParams params, const float* dq_accum) {
-  constexpr int kCols = kHeadDim / 8;
-  const int64_t num_pieces = padded_rows(params) / 2 * kCols;  // of one head
-  const float* head_accum = dq_accum + blockIdx.x * padded_rows(params) * kPaddedDim;
-  Element* dq = params.dq + int64_t(blockIdx.x) * params.seqlen_q * kHeadDim;
-  for (int64_t i = int64_t(blockIdx.y) * 256 + threadIdx.x; i < num_pieces;
-       i += int64_t(gridDim.y) * 256) {
-    const int64_t row = i / kCols / 8 * 16 + i / kCols % 8;
-    const int col = i % kCols;
-    const float* fragment =
-        head_accum + ((row / 16 * (kPaddedDim / 8) + col) * 32 + row % 8 * 4) * 4;
-    float4 sum[4] = {};
-    for (int split = 0; split < num_splits(params); ++split) {
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        const float4 x = *reinterpret_cast<const float4*>(fragment + 4 * t);
-        sum[t].x += x.x, sum[t].y += x.y, sum[t].z += x.z, sum[t].w += x.w;
-      }
-      fragment += split_elements(params);
-    }
-    const float scale = params.softmax_scale;
-    uint32_t upper[4], lower[4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      upper[t] = pack<Element>(scale * sum[t].x, scale * sum[t].y);
-      lower[t] = pack<Element>(scale * sum[t].z, scale * sum[t].w);
-    }
-    uint4* target = reinterpret_cast<uint4*>(dq + row * kHeadDim + 8 * col);
-    if (row < params.seqlen_q) *target = make_uint4(upper[0], upper[1], upper[2], upper[3]);
-    if (row + 8 < params.seqlen_q) {
-      target[kHeadDim] = make_uint4(lower[0], lower[1], lower[2], lower[3]);
-    }
-  }
-}
-
 // ---------------------------------------------------------------- the main kernel
-
-// The tiles of queries that a block of keys visits: from the first one in which some query sees a key; without
-// a mask all of them, starting at a place that differs from block to block, so that blocks that run side by
-// side add to different parts of dq_accum.
-struct QueryTiles {
-  int first, count, num_m_blocks;
-
-  __device__ QueryTiles(const BackwardParams& params, int n_start)
-      : num_m_blocks(::num_m_blocks(params)) {
-    if (params.is_causal) {
-      const int64_t first_row = int64_t(n_start) - (params.seqlen_k - params.seqlen_q);
-      first = static_cast<int>(min(max(first_row, int64_t(0)) / kBlockM, int64_t(num_m_blocks)));
-      count = num_m_blocks - first;
-    } else {
-      first = n_start / kBlockM % num_m_blocks;
-      count = num_m_blocks;
-    }
-  }
-  __device__ int operator[](int i) const {
-    const int m_block = first + i;
-    return m_block < num_m_blocks ? m_block : m_block - num_m_blocks;
-  }
-};
-
-// Which keys the mask hides, and that there are none past the last. Query q sees the keys up to q + seqlen_k -
-// seqlen_q with a causal mask; what lies past the last query has P = 0 anyway.
-struct Mask {
-  bool is_causal;
-  int last_visible;  // key of the first query, or without a mask of any, both counted from the first
-
-  __device__ Mask(const BackwardParams& params, int first_query, int first_key)
-      : is_causal(params.is_causal) {
-    // Nearer to zero than any int can overflow, farther than any tile is wide.
-    const int64_t last = is_causal ? int64_t(first_query) + params.seqlen_k - params.seqlen_q
-                                   : int64_t(params.seqlen_k) - 1;
-    last_visible = static_cast<int>(min(max(last - first_key, int64_t(-1024)), int64_t(1024)));
-  }
-  __device__ bool hides(int query, int key) const {
-    return is_causal ? key - query > last_visible : key > last_visible;
-  }
-};
-
-// The mask is needed where a query of the tile does not see every key of it; the first sees the fewest.
-__device__ bool needs_mask(const BackwardParams& params, int m_start, int n_start) {
-  return n_start + kBlockN > params.num_visible_keys(m_start);
-}
-
-// Calls tile(true_type) or tile(false_type): two copies of the code, of which the usual one has no trace of the
-// mask. Left to itself, the compiler computes the mask for every tile.
-template <typename Tile>
-__device__ void with_mask(bool is_masked, Tile tile) {
-  if (is_masked) {
-    tile(std::true_type{});
-  } else {
-    tile(std::false_type{});
-  }
-}
 
 // What a warp knows of the block of keys it works on.
 struct Block {
@@ -446,7 +195,7 @@ struct Block {
   float* dq;                          // [all padded rows, kPaddedDim], in the order of fragments
   int first_row;                      // of this head in these
   int n_start;
-  QueryTiles m_blocks;
+  QueryTiles<kBlockM> m_blocks;
   int pair, lane;  // warp of its role; its keys are [n_start + 32 pair, n_start + 32 pair + 32)
   LaneOffset<kPaddedDim> lane_offset;
   LaneOffset<kBlockM> lane_offset_ds;
@@ -456,7 +205,7 @@ struct Block {
             i < m_blocks.count ? params.seqlen_q : 0};
   }
   __device__ void copy_lse(int i) const {
-    copy_statistics(smem.lse_log2[i % kStagesQ], lse_log2 + (first_row + m_blocks[i] * kBlockM));
+    copy_statistics(smem.lse_log2[i % kStages], lse_log2 + (first_row + m_blocks[i] * kBlockM));
   }
   __device__ TileCopy<kBlockM> copy_dout(int i) const {
     return {smem.sdO[i % kStages], dout, params.dout_strides.row, m_blocks[i] * kBlockM,
@@ -467,7 +216,7 @@ struct Block {
   }
 
   __device__ bool is_masked(int i) const {
-    return needs_mask(params, m_blocks[i] * kBlockM, n_start);
+    return needs_mask<kBlockN>(params, m_blocks[i] * kBlockM, n_start);
   }
   // Sets to zero what is hidden of the 16x8 elements at keys 16 row, queries 8 col of tile i.
   __device__ void hide(float (&x)[4], int i, int row, int col) const {
@@ -487,63 +236,16 @@ struct Block {
     constexpr int kTilesAcross = kPaddedDim / kColsDq;
     const int row = warp / kTilesAcross * kRowsDq, col = warp % kTilesAcross * kColsDq;
     float acc_dq[kRowsDq / 16][kColsDq / 8][4] = {};
-#pragma unroll
-    for (int n = 0; n < kBlockN; n += 16) {
-      uint32_t fragment_a[kRowsDq / 16][4];
-#pragma unroll
-      for (int r = 0; r < kRowsDq / 16; ++r) {
-        ldmatrix_trans(fragment_a[r],
-                       at(smem.sdS[i % kStages], n, row + 16 * r, lane_offset_ds.second));
-      }
-#pragma unroll
-      for (int j = 0; j < kColsDq / 8; j += 2) {
-        uint32_t fragment_b[4];
-        ldmatrix_trans(fragment_b, at(smem.sK, n, col + 8 * j, lane_offset.first));
-#pragma unroll
-        for (int r = 0; r < kRowsDq / 16; ++r) {
-          mma<Element>(acc_dq[r][j], fragment_a[r], fragment_b[0], fragment_b[1]);
-          mma<Element>(acc_dq[r][j + 1], fragment_a[r], fragment_b[2], fragment_b[3]);
-        }
-      }
-    }
-    float* target = dq + int64_t(first_row + m_blocks[i] * kBlockM + row) * kPaddedDim +
-                    (col / 8 * 32 + lane) * 4;
-#pragma unroll
-    for (int r = 0; r < kRowsDq / 16; ++r) {
-#pragma unroll
-      for (int j = 0; j < kColsDq / 8; ++j) {
-        reduce_add(target + (r * (kPaddedDim / 8) + j) * 128, acc_dq[r][j]);
-      }
-    }
+    add_product_at<kBlockN>(acc_dq, smem.sdS[i % kStages], row, lane_offset_ds, smem.sK, col,
+                            lane_offset);
+    add_to_dq<kPaddedDim>(dq, first_row + m_blocks[i] * kBlockM + row, col, acc_dq);
   }
 
-  // Writes scale · acc, the 32 rows of this warp, to dK or dV of the head: through `tile`, where nobody else touches
-  // these rows any more, for rows of memory are longer than those of fragments.
+  // Writes scale · acc, the 32 rows of this warp, to dK or dV of the head.
   __device__ void store(Element* gradient, Element (*tile)[kPaddedDim],
                         const float (&acc)[2][kPaddedDim / 8][4], float scale) const {
-    tile += 32 * pair;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < kPaddedDim / 8; j += 2) {
-        uint32_t fragment[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const float* x = &acc[i][j + n / 2][n % 2 * 2];
-          fragment[n] = pack<Element>(scale * x[0], scale * x[1]);
-        }
-        stmatrix(at(tile, 16 * i, 8 * j, lane_offset.first), fragment);
-      }
-    }
-    __syncwarp();  // the rows are complete
-#pragma unroll
-    for (int n = lane; n < 32 * (kPaddedDim / 8); n += 32) {
-      const int row = n / (kPaddedDim / 8), col = n % (kPaddedDim / 8) * 8;
-      const int key = n_start + 32 * pair + row;
-      if (key >= params.seqlen_k || col >= kHeadDim) continue;
-      *reinterpret_cast<uint4*>(gradient + int64_t(key) * kHeadDim + col) =
-          *reinterpret_cast<const uint4*>(&tile[row][swizzle<kPaddedDim>(row, col)]);
-    }
+    store_rows(gradient, acc, scale, n_start + 32 * pair, params.seqlen_k, tile + 32 * pair,
+               lane_offset);
   }
 };
 
@@ -576,8 +278,8 @@ __device__ void p_role(const Block& block, Element* dv) {
     // 2. P = exp(S - lse), of rows 16 row and queries 16 j + 8 half
     const auto exponentiate = [&](int j, int row, int half, const float (&s)[4]) {
       if (row == 0 && half == 0) {
-        lse[0] = block.statistics(smem.lse_log2[i % kStagesQ], 2 * j);
-        lse[1] = block.statistics(smem.lse_log2[i % kStagesQ], 2 * j + 1);
+        lse[0] = block.statistics(smem.lse_log2[i % kStages], 2 * j);
+        lse[1] = block.statistics(smem.lse_log2[i % kStages], 2 * j + 1);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -618,8 +320,8 @@ __device__ void p_role(const Block& block, Element* dv) {
   float acc_dv[2][kPaddedDim / 8][4] = {};
   with_mask(block.is_masked(0), [&](auto is_masked) { make_p(0, is_masked); });
   for (int i = 0; i < block.m_blocks.count; ++i) {
-    // P(i), dS(i - 1) and the tiles dO(i) and Q(i + 1) are complete; P(i - 1), dS(i - 2), dO(i - 1) and Q(i - 1)
-    // are not read any more.
+    // P(i), dS(i - 1) and the tiles dO(i) and Q(i + 1) are complete; P(i - 1), dS(i - 2), dO(i - 1), Q(i - 1) and
+    // lse(i) are not read any more.
     barrier_sync(0, kNumThreads);
     // 5. dV += Pᵀ dO  [32, kPaddedDim]
     add_product_ra(acc_dv, p, smem.sdO[i % kStages], block.lane_offset, [](int) {});
@@ -648,6 +350,9 @@ __device__ void ds_role(const Block& block, Element* dk) {
   for (int i = 0; i < block.m_blocks.count; ++i) {
     cp_async_wait<0>();
     barrier_sync(0, kNumThreads);  // as in the P role
+    // First of all, for one warp copies all of them, and the others wait for it.
+    if (i + 1 < block.m_blocks.count) block.copy_delta(i + 1);
+    if (i + 2 < block.m_blocks.count) block.copy_lse(i + 2);
     block.copy_dout(i + 1).start_all();
     if (i > 0) block.add_dq(i - 1, warp_dq);
 
@@ -670,8 +375,10 @@ __device__ void ds_role(const Block& block, Element* dk) {
       upper[1] = upper[3] = lower[1] = lower[3] = x.y;
     };
     const auto load_p = [&](int j, int row) {
-      return CrossingP{smem.sP_high[i % kStages][block.pair][j][row][block.lane],
-                       smem.sP_low[i % kStages][block.pair][j][row][block.lane]};
+      CrossingP crossing;
+      crossing.high = smem.sP_high[i % kStages][block.pair][j][row][block.lane];
+      crossing.low = smem.sP_low[i % kStages][block.pair][j][row][block.lane];
+      return crossing;
     };
     // 3. dPᵀ - delta = V dOᵀ - delta, for the accumulator starts at -delta. What the mask hides becomes zero:
     // P = 0 alone is not enough, as a hidden dP may be infinite or NaN, and 0 · inf = NaN.
@@ -732,8 +439,6 @@ __device__ void ds_role(const Block& block, Element* dk) {
       if (step % kEvery == 0 && step / kEvery < TileCopy<kBlockM>::kPieces)
         copy.start(step / kEvery);
     });
-    if (i + 2 < block.m_blocks.count) block.copy_lse(i + 2);
-    if (i + 1 < block.m_blocks.count) block.copy_delta(i + 1);
     cp_async_commit();
   }
   barrier_sync(0, kNumThreads);  // dS of the last tile is complete
@@ -746,30 +451,30 @@ __device__ void ds_role(const Block& block, Element* dk) {
 // first_n_block on, as many for each head.
 __global__ void __launch_bounds__(kNumThreads, 1)
     backward_kernel(const BackwardParams params, const float* lse_log2, const float* neg_delta,
-                    float* dq_accum, int first_n_block) {
+                    float* dq_accum, int first_n_block, int heads_at_once) {
   SharedMemory& smem = *dynamic_smem<SharedMemory>();
   // The shuffle tells the compiler that the number is the same in all lanes.
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
-  const int blocks_per_head = gridDim.x / (params.batch * params.num_heads);
-  const int head_index = blockIdx.x / blocks_per_head;
-  const int batch = head_index / params.num_heads, head = head_index % params.num_heads;
-  const int64_t split = params.deterministic ? blockIdx.x % blocks_per_head : 0;
-  const int n_start = (first_n_block + blockIdx.x % blocks_per_head) * kBlockN;
+  const Sizes sizes(params);
+  const GridPlace place(static_cast<int>(sizes.heads), heads_at_once);
+  const int batch = place.head / params.num_heads, head = place.head % params.num_heads;
+  const int64_t split = params.deterministic ? place.n_block : 0;
+  const int n_start = (first_n_block + place.n_block) * kBlockN;
   const Block block{smem,
                     params,
                     params.q + params.q_strides.offset(batch, head),
                     params.dout + params.dout_strides.offset(batch, head),
                     lse_log2,
                     neg_delta,
-                    dq_accum + split * split_elements(params),
-                    static_cast<int>(head_index * padded_rows(params)),
+                    dq_accum + split * sizes.split_elements(),
+                    static_cast<int>(place.head * sizes.padded_rows),
                     n_start,
-                    QueryTiles(params, n_start),
+                    QueryTiles<kBlockM>(params, n_start),
                     warp % kNumPairs,
                     static_cast<int>(threadIdx.x % 32),
                     {},
                     {}};
-  const int64_t first_row = int64_t(head_index) * params.seqlen_k;  // of this head in dk and dv
+  const int64_t first_row = int64_t(place.head) * params.seqlen_k;  // of this head in dk and dv
   if (warp < kNumPairs) {
     const Element* k = params.k + params.k_strides.offset(batch, head);  // [seqlen_k, kHeadDim]
     TileCopy<kBlockN>(smem.sK, k, params.k_strides.row, n_start, params.seqlen_k).start_all();
@@ -796,10 +501,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 }  // namespace
 
 void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
-  const int64_t heads = int64_t(params.batch) * params.num_heads;
-  layout.add<float>("lse_log2", {heads, padded_rows(params)});
-  layout.add<float>("neg_delta", {heads, padded_rows(params)});
-  layout.add<float>("dq_accum", {num_splits(params), heads, padded_rows(params), kPaddedDim});
+  const Sizes sizes(params);
+  layout.add<float>("lse_log2", {sizes.heads, sizes.padded_rows});
+  layout.add<float>("neg_delta", {sizes.heads, sizes.padded_rows});
+  layout.add<float>("dq_accum", {sizes.num_splits, sizes.heads, sizes.padded_rows, kPaddedDim});
 }
 
 cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
@@ -809,21 +514,19 @@ cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaS
   float* lse_log2 = layout.find<float>(workspace, "lse_log2");
   float* neg_delta = layout.find<float>(workspace, "neg_delta");
   float* dq_accum = layout.find<float>(workspace, "dq_accum");
-  const int64_t prepare_blocks =
-      (padded_rows(params) + kRowsPerThread * kRowsAtOnce - 1) / (kRowsPerThread * kRowsAtOnce);
-  cudaError_t error = launch(prepare_kernel, head_grid(params, prepare_blocks), dim3(256), 0,
-                             stream, params, lse_log2, neg_delta, dq_accum);
+  const Sizes sizes(params);
+  cudaError_t error = launch_prepare<Sizes>(params, lse_log2, neg_delta, dq_accum, stream);
   if (error != cudaSuccess) return error;
   // With deterministic, a launch has one block of keys for each accumulator, and the stream keeps their order.
-  const int num_heads = params.batch * params.num_heads;
-  const int step = params.deterministic ? num_splits(params) : num_n_blocks(params);
-  for (int n_block = 0; n_block < num_n_blocks(params); n_block += step) {
-    error = launch(backward_kernel, dim3(num_heads * min(step, num_n_blocks(params) - n_block)),
+  const int step = params.deterministic ? sizes.num_splits : sizes.num_n_blocks;
+  const int together =
+      heads_at_once(params, sizes.padded_rows * kPaddedDim * int64_t(sizeof(float)));
+  for (int n_block = 0; n_block < sizes.num_n_blocks; n_block += step) {
+    const int blocks = min(step, sizes.num_n_blocks - n_block);
+    error = launch(backward_kernel, dim3(static_cast<unsigned>(sizes.heads) * blocks),
                    dim3(kNumThreads), sizeof(SharedMemory), stream, params, lse_log2, neg_delta,
-                   dq_accum, n_block);
+                   dq_accum, n_block, together);
     if (error != cudaSuccess) return error;
   }
-  const int64_t convert_blocks = (padded_rows(params) / 2 * (kHeadDim / 8) + 255) / 256;
-  return launch(convert_kernel, head_grid(params, convert_blocks), dim3(256), 0, stream, params,
-                dq_accum);
+  return launch_convert<Sizes>(params, dq_accum, stream);
 }

@@ -61,6 +61,19 @@ void access_row(const void* address, bool is_write, const void* return_address);
 // An asynchronous copy of 16 bytes begins; `global` is null where zeros are written. And it arrives.
 void start_copy(const void* shared, const void* global, const void* return_address);
 void land_copy(const void* shared);
+// What the copies of tensor_map.h read, at any multiple of 16 bytes, and their destinations. `barrier` counts the
+// mbarriers of the block. A copy lands when a phase of its barrier is complete.
+void read_by_copy(const void* global, size_t bytes, const void* return_address);
+void start_bulk_copy(const void* shared, size_t bytes, const void* return_address);
+void land_bulk_copy(const void* shared, size_t bytes, int barrier);
+void arrive_at_mbarrier(int barrier);
+void complete_mbarrier(int barrier);
+void pass_mbarrier(int barrier);
+// 16 bytes of shared memory that a wgmma reads for the running thread, until a wait for its group.
+void read_by_product(const void* shared, const void* return_address);
+void commit_products();
+void wait_for_products(int num_pending);
+void fence_async_proxy();
 // Returns whether the memset is one that may be done.
 bool memset_device(const void* address, size_t bytes);
 

@@ -33,6 +33,7 @@
 #define __constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 // A block runs on one OS thread, so a thread-local array is shared by exactly the threads of a block. The
 // section tells it from other thread-local variables; each has its own, as GCC lets arrays of templates and
@@ -57,6 +58,7 @@ enum cudaError_t {
   cudaErrorLaunchTimeout = 702,
   cudaErrorAssert = 710,
   cudaErrorLaunchFailure = 719,
+  cudaErrorNotSupported = 801,
 };
 
 enum cudaMemcpyKind {
@@ -117,6 +119,15 @@ cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t
 cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind kind);
 cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream = nullptr);
+
+enum cudaDriverEntryPointQueryResult {
+  cudaDriverEntryPointSuccess = 0,
+  cudaDriverEntryPointSymbolNotFound = 1,
+};
+inline constexpr unsigned long long cudaEnableDefault = 0;
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function,
+                                             unsigned int version, unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* result);
 
 namespace cpu_device {
 

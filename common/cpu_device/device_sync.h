@@ -35,11 +35,14 @@ uint64_t warp_exchange(WarpOp op, unsigned mask, uint64_t value, int source, Sit
 unsigned active_mask(Site site);
 int lane_id();
 
-// An operation of all 32 lanes of a warp, from one line. The last lane to arrive runs it, given what each
-// lane passed. A lane that has returned is an error here.
+inline constexpr int kWarpgroupLanes = 128;
+
+// An operation of all 32 lanes of a warp, or 128 of four warps, from one line. The last lane to arrive runs it,
+// given what each lane passed. A lane that has returned is an error here.
 struct Collective {
   const char* name;
   void (*run)(void* const* operands);  // by lane
+  int num_lanes = 32;
 };
 void warp_collective(const Collective& collective, void* operands, Site site);
 

@@ -92,7 +92,7 @@ Library read_library(const Located& located) {
     for (size_t s = 0; s < sections[i].sh_size / sizeof(ElfW(Sym)); ++s) {
       const ElfW(Sym) & symbol = symbols[s];
       const std::string name = names + symbol.st_name;
-      for (const char* function : {"12barrier_syncE", "14barrier_arriveE"}) {
+      for (const char* function : {"12barrier_syncE", "14barrier_arriveE", "13mbarrier_initE"}) {
         if (name.rfind(std::string("_ZN10cpu_device") + function, 0) == 0) {
           library.calls_named_barriers = true;
         }

@@ -28,6 +28,8 @@
 #include <thread>
 
 #include "checker.h"
+#include "device_mbarrier.h"
+#include "device_wgmma.h"
 
 // Every kernel's dynamic shared memory; common/cuda/launch.h declares it.
 alignas(1024) thread_local unsigned char fa2_dynamic_smem[cpu_device::kMaxSharedBytes];
@@ -54,6 +56,7 @@ enum class State : uint8_t {
   at_named_barrier,
   at_warp_op,
   at_active_mask,
+  asleep,
   log_full,
   done,
 };
@@ -95,6 +98,9 @@ struct Fiber {
   BarrierOp barrier_op{};
   int predicate = 0;
   int barrier_id = 0;  // of the pending named barrier
+  // Where the fiber sleeps.
+  const void* address = nullptr;
+  std::string (*describe)(const void*) = nullptr;
   Copies copies;
 };
 
@@ -227,6 +233,7 @@ std::string waiting_for(const Fiber& fiber) {
       }
       return std::string(name(fiber.op)) + "(mask " + hex(fiber.mask) + ") at " + name(fiber.site);
     case State::at_active_mask: return "__activemask() at " + name(fiber.site);
+    case State::asleep: return fiber.describe(fiber.address) + ", at " + name(fiber.site);
     case State::ready:
     case State::log_full: return "nothing";
     case State::done: return "nothing: it has returned";
@@ -408,23 +415,25 @@ void wait(Worker& w) {
 }
 
 bool try_complete_collective(Worker& w, const Fiber& fiber) {
-  const int first = int(&fiber - w.fibers.data()) & ~31;
-  if (first + 32 > int(w.fibers.size())) {
+  const Collective& collective = *fiber.collective;
+  const int num_lanes = collective.num_lanes;
+  const int first = int(&fiber - w.fibers.data()) / num_lanes * num_lanes;
+  const auto needs = [&] {
+    return waiting_for(fiber) + " needs " + std::to_string(num_lanes) + " lanes, but ";
+  };
+  if (first + num_lanes > int(w.fibers.size())) {
     abandon_block(cudaErrorLaunchFailure,
-                  waiting_for(fiber) + " needs 32 lanes, but the last warp of the block has " +
-                      std::to_string(w.fibers.size() - first),
+                  needs() + "the last " + (num_lanes == 32 ? "warp" : "warpgroup") +
+                      " of the block has " + std::to_string(w.fibers.size() - first),
                   "synccheck", fiber.site);
   }
-  const Collective& collective = *fiber.collective;
   const Site site = fiber.site;
-  void* operands[32];
-  for (int lane = 31; lane >= 0; --lane) {
+  void* operands[kWarpgroupLanes];
+  for (int lane = num_lanes - 1; lane >= 0; --lane) {
     const Fiber& other = w.fibers[first + lane];
     if (other.state == State::done) {
-      abandon_block(
-          cudaErrorLaunchFailure,
-          waiting_for(fiber) + " needs 32 lanes, but thread " + name(other.index) + " has returned",
-          "synccheck", site);
+      abandon_block(cudaErrorLaunchFailure,
+                    needs() + "thread " + name(other.index) + " has returned", "synccheck", site);
     }
     if (other.state != State::at_warp_op || other.op != WarpOp::collective ||
         other.collective != &collective || other.site.line != site.line ||
@@ -433,8 +442,10 @@ bool try_complete_collective(Worker& w, const Fiber& fiber) {
     }
     operands[lane] = other.operands;
   }
-  if constexpr (kChecked) checker::pass_warp_op(first, ~0u, 0, false, site);
-  for (int lane = 0; lane < 32; ++lane) w.fibers[first + lane].state = State::ready;
+  for (int warp = first; warp < first + num_lanes; warp += 32) {
+    if constexpr (kChecked) checker::pass_warp_op(warp, ~0u, 0, false, site);
+  }
+  for (int lane = 0; lane < num_lanes; ++lane) w.fibers[first + lane].state = State::ready;
   collective.run(operands);
   return true;
 }
@@ -525,8 +536,14 @@ void finish_fiber(Worker& w) {
       report_returned_thread(self, w.fibers[32 * __builtin_ctz(barrier.waiting)]);
     }
   }
-  for (int i = first; i < std::min(first + 32, int(w.fibers.size())); ++i) {
-    if (w.fibers[i].state == State::at_warp_op) try_complete_warp_op(w, w.fibers[i]);
+  const int first_of_four = first / kWarpgroupLanes * kWarpgroupLanes;
+  for (int i = first_of_four; i < std::min(first_of_four + kWarpgroupLanes, int(w.fibers.size()));
+       ++i) {
+    const Fiber& fiber = w.fibers[i];
+    if (fiber.state != State::at_warp_op) continue;
+    const bool is_of_warpgroup =
+        fiber.op == WarpOp::collective && fiber.collective->num_lanes == kWarpgroupLanes;
+    if (i / 32 == first / 32 || is_of_warpgroup) try_complete_warp_op(w, fiber);
   }
   self.running = false;
   self.stack->parked = true;
@@ -767,6 +784,8 @@ void run_block(Worker& w, uint64_t block) {
     }
   }
   w.has_named_barriers = w.has_copies = false;
+  forget_mbarriers();
+  forget_products();
   w.block_start = seconds();
   if constexpr (kChecked) checker::start_block(block);
   if (_setjmp(w.home) == 0) {
@@ -1093,6 +1112,39 @@ void cp_async_wait(int num_pending) {
   copies.groups.erase(copies.groups.begin(), last);
 }
 
+// ---------------------------------------------------------------- waiting for what other files implement
+
+void end_block(const std::string& text, const char* tool, Site site) {
+  abandon_block(cudaErrorLaunchFailure, text, tool, site);
+}
+
+void sleep_on(const void* address, std::string (*describe)(const void* address), Site site) {
+  Worker& w = *worker;
+  Fiber& self = w.current();
+  self.site = site;
+  self.address = address;
+  self.describe = describe;
+  self.state = State::asleep;
+  wait(w);
+}
+
+void wake(const void* address) {
+  for (Fiber& fiber : worker->fibers) {
+    if (fiber.state == State::asleep && fiber.address == address) fiber.state = State::ready;
+  }
+}
+
+std::string name_of(Site site) {
+  return name(site);
+}
+
+Uninterrupted::Uninterrupted() {
+  worker->in_fiber = false;
+}
+Uninterrupted::~Uninterrupted() {
+  worker->in_fiber = true;
+}
+
 unsigned active_mask(Site site) {
   Worker& w = *worker;
   Fiber& self = w.current();
@@ -1199,6 +1251,7 @@ const char* cudaGetErrorName(cudaError_t error) {
     case cudaErrorLaunchTimeout: return "cudaErrorLaunchTimeout";
     case cudaErrorAssert: return "cudaErrorAssert";
     case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
+    case cudaErrorNotSupported: return "cudaErrorNotSupported";
   }
   return "unrecognized error code";
 }
@@ -1220,6 +1273,15 @@ cudaError_t cudaDeviceSynchronize() {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned int,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  const bool is_known = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
+  *function = is_known ? reinterpret_cast<void*>(cuTensorMapEncodeTiled) : nullptr;
+  *result = is_known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 

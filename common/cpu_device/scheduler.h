@@ -68,6 +68,22 @@ const Library& library_of(const void* address);
 void require_address(const char* function, const void* address, size_t bytes, bool is_shared,
                      Site site);
 
+// For what threads of a block share and wait for: ends the block with an error, the running thread waits until
+// another one calls wake() with the same address, and `describe` tells what it waits for.
+[[noreturn]] void end_block(const std::string& text, const char* tool, Site site);
+void sleep_on(const void* address, std::string (*describe)(const void* address), Site site);
+void wake(const void* address);
+std::string name_of(Site site);
+
+// While one lives, the time limit does not end the block, which would leave by longjmp: for what allocates memory.
+class Uninterrupted {
+ public:
+  Uninterrupted();
+  ~Uninterrupted();
+  Uninterrupted(const Uninterrupted&) = delete;
+  Uninterrupted& operator=(const Uninterrupted&) = delete;
+};
+
 // Address of the calling OS thread's copy of a library's thread-local block.
 char* thread_local_block(const Library& library);
 

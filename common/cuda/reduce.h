@@ -23,4 +23,20 @@ __device__ __forceinline__ void reduce_add(float* address, const float (&x)[4]) 
 #endif
 }
 
+// The same if `adds`, without a branch: the compiler can put other instructions between several of them.
+__device__ __forceinline__ void reduce_add_if(bool adds, float* address, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred adds;\n"
+      "setp.ne.b32 adds, %5, 0;\n"
+      "@adds red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n"
+      "}" ::"l"(address),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(static_cast<int>(adds))
+      : "memory");
+#else
+  if (adds) reduce_add(address, x);
+#endif
+}
+
 #endif

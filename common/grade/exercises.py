@@ -274,7 +274,8 @@ def list_exercises(chapter: str | None = None, folders: Sequence[Path] = (FOLDER
             exercise = read_exercise(path)
             found[exercise.key] = exercise
     with_task = next((folder for folder in folders if (folder / FIND_IT / "task.md").is_file()), FOLDER)
-    for info in list_chapters():
+    with_exercises = {exercise.chapter for exercise in found.values()}
+    for info in (info for info in list_chapters() if info.name in with_exercises):
         found.setdefault(f"{info.name}/{FIND_IT}", find_it(info.name, with_task))
     ordered = [found[key] for key in sorted(found, key=lambda key: (key.split("/")[0], FIND_IT in key, key))]
     if chapter is None:

@@ -67,10 +67,13 @@ struct Group {
   uint32_t other_pc = 0, other_step = 0;
 };
 
+enum CopyKind : uint8_t { kNoCopy, kAsyncCopy, kBulkCopy };  // cp.async; TMA
+
 struct Cell {
   uint32_t write_interval = 0, write_pc = 0, write_clock = 0, write_step = 0;
   uint16_t write_thread = 0;
-  bool is_copy = false;  // the write is of an asynchronous copy
+  CopyKind copy = kNoCopy;   // the write is of an asynchronous copy
+  bool needs_fence = false;  // it is a thread's own, which a wgmma sees only after a fence
   Group readers;
   uint32_t adders = 0;          // number of a group in state.groups; 0 is none
   uint32_t raced_interval = 0;  // in which a race was found
@@ -116,6 +119,27 @@ struct Visitor {
 struct Copy {
   uint32_t interval, pc, step;
   uint16_t thread;
+  CopyKind kind;
+};
+
+// What is known of other threads through an mbarrier: [thread]. `arrived` collects what those that arrive know,
+// `released` is what those that wait for a complete phase learn.
+struct MBarrierClocks {
+  std::vector<uint32_t> arrived, released;
+};
+
+// 16 bytes that a wgmma under way reads for a thread.
+struct ProductRead {
+  uintptr_t offset;
+  uint32_t pc;
+  uint64_t group;
+};
+
+// What a thread has issued, and its last fence between what it wrote and what reads through the other proxy.
+struct AsyncThread {
+  uint64_t num_committed = 0;
+  std::vector<ProductRead> reads;
+  uint32_t fenced_clock = 0;
 };
 
 // Between the blocks of a launch nothing is ordered.
@@ -233,12 +257,15 @@ struct State {
   size_t dynamic_bytes = 0;
   uint32_t block_serial = 0;
   uint32_t interval = 0;
+  uint32_t first_interval = 0;  // of the block
   std::vector<Log> logs;
   std::vector<uint32_t> clocks;  // [thread][lane of its warp]
   // What a sync of a named barrier lets a warp know: [warp][thread], and for each barrier under way [thread].
   // Empty where the library calls none.
   std::vector<uint32_t> known, arrived[16];
-  int logging = -1;  // thread whose log `now` writes
+  std::vector<MBarrierClocks> mbarriers;   // of the block, by number
+  std::vector<AsyncThread> async_threads;  // of the block
+  int logging = -1;                        // thread whose log `now` writes
 
   std::vector<Requests> requests;
   std::map<std::pair<uint32_t, std::pair<int, int>>, size_t> requests_of;
@@ -453,17 +480,24 @@ Group& adders_of(Cell& cell) {
   return state.groups[cell.adders];
 }
 
+// An access to what a copy may still be writing.
+const char* name_of_access(CopyKind copy, bool is_read) {
+  if (copy == kBulkCopy) return is_read ? "read of a bulk copy" : "write to a bulk copy";
+  return is_read ? "read of a copy" : "write to a copy";
+}
+
 // Records an access of the running thread; returns the access of another thread of the block that it is not
-// ordered with, if there is one and one of the two writes. `is_copy`: it is that of an asynchronous copy.
-Conflict record(Cell& cell, Kind kind, uint32_t pc, bool is_copy = false) {
+// ordered with, if there is one and one of the two writes. `copy`: it is that of an asynchronous copy.
+Conflict record(Cell& cell, Kind kind, uint32_t pc, CopyKind copy = kNoCopy) {
   Conflict conflict;
   uint32_t step = 0;
-  bool other_reads = false, other_is_copy = false;
+  bool other_reads = false;
+  CopyKind other_copy = kNoCopy;
   if (cell.write_interval == now.interval && cell.write_thread != now.thread &&
       !is_after(cell.write_thread, cell.write_clock)) {
     conflict = {"", cell.write_pc, cell.write_thread};
     step = cell.write_step;
-    other_is_copy = cell.is_copy;
+    other_copy = cell.copy;
   }
   if (kind != kAtomic && cell.adders != 0 && conflict.what == nullptr &&
       (now.known != nullptr || state.groups[cell.adders].interval == now.interval)) {
@@ -485,8 +519,8 @@ Conflict record(Cell& cell, Kind kind, uint32_t pc, bool is_copy = false) {
       const bool read_is_first = conflict.is_first == other_reads;
       conflict.what = read_is_first ? "write after read" : "read after write";
     }
-    if (conflict.is_first ? other_is_copy : is_copy) {
-      conflict.what = kind == kRead || other_reads ? "read of a copy" : "write to a copy";
+    if (const CopyKind first = conflict.is_first ? other_copy : copy; first != kNoCopy) {
+      conflict.what = name_of_access(first, kind == kRead || other_reads);
     }
   }
   if (kind == kRead) {
@@ -499,7 +533,8 @@ Conflict record(Cell& cell, Kind kind, uint32_t pc, bool is_copy = false) {
     cell.write_clock = now.clocks[now.lane];
     cell.write_step = step_of_now();
     cell.write_thread = now.thread;
-    cell.is_copy = is_copy;
+    cell.copy = copy;
+    cell.needs_fence = copy != kBulkCopy;
   }
   return conflict;
 }
@@ -602,12 +637,12 @@ bool is_multiple(uintptr_t address, size_t power_of_two) {
 // An access to the destination of a copy that may be under way, although a barrier comes between.
 void found_copy_under_way(const Copy& copy, Kind kind, uint32_t pc, int region, uint64_t offset,
                           size_t bytes) {
-  const char* what = kind == kRead ? "read of a copy" : "write to a copy";
+  const char* what = name_of_access(copy.kind, kind == kRead);
   found_race({what, copy.pc, copy.thread, true}, pc, region, offset, bytes);
 }
 
 void touch_shared(SharedMemory& memory, int region, uintptr_t offset, size_t bytes, Kind kind,
-                  uint32_t pc, bool is_aligned, bool is_copy = false) {
+                  uint32_t pc, bool is_aligned, CopyKind copy = kNoCopy) {
   if (!is_aligned) found("memcheck", "misaligned", pc, region, offset, bytes);
   if (__builtin_expect(bytes >> memory.log2_unit == 0 || !is_aligned, false)) {
     const Busy busy;
@@ -623,13 +658,13 @@ void touch_shared(SharedMemory& memory, int region, uintptr_t offset, size_t byt
       shared.written_block = now.block;  // once is enough
     }
     if (kind != kRead) shared.written_block = now.block;
-    const Conflict conflict = record(shared.cell, kind, pc, is_copy);
+    const Conflict conflict = record(shared.cell, kind, pc, copy);
     if (conflict.what != nullptr) {
       found_race(conflict, pc, region, start, bytes);
     } else if (__builtin_expect(now.num_copies > 0, false) && !memory.copies.empty()) {
-      const uint32_t copy = memory.copies[start / 16];
-      if (copy != 0) {
-        found_copy_under_way(state.copies[copy], kind, pc, region, start, bytes);
+      const uint32_t under_way = memory.copies[start / 16];
+      if (under_way != 0) {
+        found_copy_under_way(state.copies[under_way], kind, pc, region, start, bytes);
       }
     }
   }
@@ -705,7 +740,7 @@ SharedMemory* find_shared(uintptr_t address, size_t bytes, int& region, uintptr_
 }
 
 // Neither device memory nor dynamic shared memory nor the thread's own stack.
-void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc, bool is_copy) {
+void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc, CopyKind copy) {
   const auto& arrays = state.library->shared_arrays;
   const uintptr_t dynamic_offset = address - now.shared;
   uintptr_t nearest_distance = std::min(dynamic_offset - kMaxSharedBytes, -dynamic_offset);
@@ -717,7 +752,7 @@ void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc, bool i
     const int region = kDynamicShared - 1 - int(i);
     if (offset < arrays[i].bytes && offset + bytes <= arrays[i].bytes) {
       touch_shared(state.static_shared[i], region, offset, bytes, kind, pc,
-                   is_multiple(address, bytes), is_copy);
+                   is_multiple(address, bytes), copy);
       append_to_log(pc, kind, unsigned(bytes), 3u << 30 | uint32_t(i) << 20 | uint32_t(offset));
       return;
     }
@@ -747,7 +782,7 @@ void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc, bool i
 }
 
 inline void access(uintptr_t address, size_t bytes, Kind kind, const void* return_address,
-                   bool is_copy = false) {
+                   CopyKind copy = kNoCopy) {
   if (reinterpret_cast<uintptr_t>(__builtin_frame_address(0)) - now.stack >= now.stack_bytes)
     return;
   if (address - now.stack < now.stack_bytes) return;
@@ -756,7 +791,7 @@ inline void access(uintptr_t address, size_t bytes, Kind kind, const void* retur
   if (offset < kMaxSharedBytes) {
     if (offset + bytes <= state.dynamic_bytes) {
       touch_shared(state.dynamic_shared, kDynamicShared, offset, bytes, kind, pc,
-                   is_multiple(address, bytes), is_copy);
+                   is_multiple(address, bytes), copy);
     } else if (offset + bytes <= kMaxSharedBytes) {
       found("memcheck", kKindNames[kind], pc, kDynamicShared, offset, bytes);
     } else {
@@ -767,7 +802,7 @@ inline void access(uintptr_t address, size_t bytes, Kind kind, const void* retur
     touch_global(offset, bytes, kind, pc, is_multiple(address, bytes));
     append_to_log(pc, kind, unsigned(bytes), uint32_t(offset));
   } else {
-    touch_other(address, bytes, kind, pc, is_copy);
+    touch_other(address, bytes, kind, pc, copy);
   }
   if (__builtin_expect(is_late, false)) abandon_late_block();
   if (__builtin_expect(now.log >= now.log_limit, false)) wait_for_log_space();
@@ -1074,7 +1109,7 @@ void start_block(uint64_t block) {
   if (!state.active) return;
   now.block = ++state.block_serial;
   now.block_in_launch = uint32_t(block);
-  now.interval = ++state.interval;
+  now.interval = state.first_interval = ++state.interval;
   state.clocks.assign(size_t(state.num_threads) * kWarpSize, 0);
   for (int thread = 0; thread < state.num_threads; ++thread) {
     state.clocks[thread * kWarpSize + thread % kWarpSize] = 1;
@@ -1084,6 +1119,8 @@ void start_block(uint64_t block) {
   for (std::vector<uint32_t>& arrived : state.arrived) {
     arrived.assign(state.known.empty() ? 0 : state.num_threads, 0);
   }
+  state.mbarriers.clear();
+  state.async_threads.assign(state.num_threads, {});
   state.copies.resize(1);
   now.num_copies = 0;
   const auto forget_copies = [](SharedMemory& memory) {
@@ -1253,8 +1290,8 @@ void start_copy(const void* shared, const void* global, const void* return_addre
   if (global != nullptr) {
     access(reinterpret_cast<uintptr_t>(global), 16, kRead, return_address);
   }
-  const Copy copy{now.interval, pc_of(return_address), step_of_now(), now.thread};
-  access(target, 16, kWrite, return_address, true);
+  const Copy copy{now.interval, pc_of(return_address), step_of_now(), now.thread, kAsyncCopy};
+  access(target, 16, kWrite, return_address, kAsyncCopy);
   int region;
   uintptr_t offset;
   SharedMemory* memory = find_shared(target, 16, region, offset);
@@ -1296,8 +1333,204 @@ void land_copy(const void* shared) {
     cell.write_pc = copy.pc;
     cell.write_clock = now.clocks[now.lane];
     cell.write_thread = now.thread;
-    cell.is_copy = true;
+    cell.copy = kAsyncCopy;
+    cell.needs_fence = true;
   }
+}
+
+// ---------------------------------------------------------------- mbarriers, TMA and wgmma
+
+namespace {
+
+MBarrierClocks& mbarrier(int number) {
+  if (state.mbarriers.size() <= size_t(number)) state.mbarriers.resize(size_t(number) + 1);
+  MBarrierClocks& clocks = state.mbarriers[size_t(number)];
+  clocks.arrived.resize(size_t(state.num_threads));
+  clocks.released.resize(size_t(state.num_threads));
+  return clocks;
+}
+
+// What the running thread does from here on is not ordered by what it has told so far.
+void advance_clock() {
+  ++now.clocks[now.lane];
+}
+
+// Calls piece(address, bytes) for powers of two, the largest first.
+template <typename Piece>
+void in_pieces(uintptr_t address, size_t bytes, Piece piece) {
+  for (size_t size = 128; bytes > 0; size /= 2) {
+    while (bytes >= size) {
+      piece(address, size);
+      address += size;
+      bytes -= size;
+    }
+  }
+}
+
+bool is_kernel_running() {
+  return state.active && now.stack_bytes > 0;
+}
+
+void make_space_in_log() {
+  if (__builtin_expect(is_late, false)) abandon_late_block();
+  if (__builtin_expect(now.log >= now.log_limit, false)) wait_for_log_space();
+}
+
+}  // namespace
+
+void read_by_copy(const void* global, size_t bytes, const void* return_address) {
+  if (!is_kernel_running()) return;
+  const uint32_t pc = pc_of(return_address);
+  in_pieces(reinterpret_cast<uintptr_t>(global), bytes, [&](uintptr_t address, size_t size) {
+    const uintptr_t offset = address - now.arena;
+    if (offset >= now.arena_bytes) found_beyond(kRead, pc, kOutside, offset, size);
+    touch_global(offset, size, kRead, pc, true);
+    append_to_log(pc, kRead, unsigned(size), uint32_t(offset));
+    make_space_in_log();
+  });
+}
+
+void start_bulk_copy(const void* shared, size_t bytes, const void* return_address) {
+  if (!is_kernel_running()) return;
+  const uint32_t pc = pc_of(return_address);
+  const auto target = reinterpret_cast<uintptr_t>(shared);
+  int region;
+  uintptr_t offset;
+  SharedMemory* memory = find_shared(target, bytes, region, offset);
+  if (memory == nullptr) found_beyond(kWrite, pc, kDynamicShared, target - now.shared, bytes);
+  const Copy copy{now.interval, pc, step_of_now(), now.thread, kBulkCopy};
+  in_pieces(target, bytes, [&](uintptr_t address, size_t size) {
+    touch_shared(*memory, region, offset + (address - target), size, kWrite, pc, true, kBulkCopy);
+    append_to_log(pc, kWrite, unsigned(size), 1u << 31 | uint32_t(address - now.shared));
+    make_space_in_log();
+  });
+  const Busy busy;
+  if (memory->copies.empty()) memory->copies.resize((memory->bytes + 15) / 16);
+  for (uintptr_t i = offset / 16; i * 16 < offset + bytes; ++i) {
+    uint32_t& number = memory->copies[i];
+    if (number == 0) {
+      number = uint32_t(state.copies.size());
+      state.copies.push_back(copy);
+      ++now.num_copies;
+    }
+    state.copies[number] = copy;
+  }
+}
+
+// From here on the data counts as written by the thread that started the copy, and those that wait for the barrier
+// know of it.
+void land_bulk_copy(const void* shared, size_t bytes, int barrier) {
+  if (!is_kernel_running()) return;
+  int region;
+  uintptr_t offset;
+  SharedMemory* memory = find_shared(reinterpret_cast<uintptr_t>(shared), bytes, region, offset);
+  if (memory == nullptr || memory->copies.empty()) return;
+  const Busy busy;
+  std::vector<uint32_t>& arrived = mbarrier(barrier).arrived;
+  for (uintptr_t i = offset / 16; i * 16 < offset + bytes; ++i) {
+    uint32_t& number = memory->copies[i];
+    if (number == 0) continue;
+    const uint16_t thread = state.copies[number].thread;
+    number = 0;
+    if (--now.num_copies == 0) state.copies.resize(1);
+    for (uintptr_t unit = i * 16 >> memory->log2_unit; unit << memory->log2_unit < i * 16 + 16;
+         ++unit) {
+      Cell& cell = memory->cells[unit].cell;
+      if (cell.write_thread != thread || cell.copy != kBulkCopy)
+        continue;  // others wrote there meanwhile
+      cell.write_interval = now.interval;
+      arrived[thread] = std::max(arrived[thread], cell.write_clock);
+    }
+  }
+}
+
+void arrive_at_mbarrier(int barrier) {
+  if (!is_kernel_running() || state.known.empty()) return;
+  const Busy busy;
+  std::vector<uint32_t>& arrived = mbarrier(barrier).arrived;
+  for (int i = 0; i < state.num_threads; ++i) arrived[i] = std::max(arrived[i], now.known[i]);
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    const size_t thread = size_t(now.warp) * kWarpSize + lane;
+    if (thread < arrived.size()) arrived[thread] = std::max(arrived[thread], now.clocks[lane]);
+  }
+  advance_clock();
+}
+
+void complete_mbarrier(int barrier) {
+  if (!is_kernel_running()) return;
+  const Busy busy;
+  MBarrierClocks& clocks = mbarrier(barrier);
+  clocks.released = clocks.arrived;
+}
+
+void pass_mbarrier(int barrier) {
+  if (!is_kernel_running() || state.known.empty()) return;
+  const Busy busy;
+  const std::vector<uint32_t>& released = mbarrier(barrier).released;
+  uint32_t* known = &state.known[size_t(now.warp) * state.num_threads];
+  for (int i = 0; i < state.num_threads; ++i) known[i] = std::max(known[i], released[i]);
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    const size_t thread = size_t(now.warp) * kWarpSize + lane;
+    if (thread < released.size()) now.clocks[lane] = std::max(now.clocks[lane], released[thread]);
+  }
+}
+
+void read_by_product(const void* shared, const void* return_address) {
+  if (!is_kernel_running()) return;
+  const uint32_t pc = pc_of(return_address);
+  access(reinterpret_cast<uintptr_t>(shared), 16, kRead, return_address);
+  const uintptr_t offset = reinterpret_cast<uintptr_t>(shared) - now.shared;
+  if (offset + 16 > state.dynamic_bytes) return;
+  const Busy busy;
+  AsyncThread& self = state.async_threads[now.thread];
+  SharedMemory& memory = state.dynamic_shared;
+  for (uintptr_t unit = offset >> memory.log2_unit; unit << memory.log2_unit < offset + 16;
+       ++unit) {
+    const Cell& cell = memory.cells[unit].cell;
+    if (!cell.needs_fence || cell.write_interval < state.first_interval) continue;
+    if (state.async_threads[cell.write_thread].fenced_clock >= cell.write_clock) continue;
+    found_race({"no proxy fence", cell.write_pc, cell.write_thread, true}, pc, kDynamicShared,
+               offset, 16);
+    break;
+  }
+  self.reads.push_back({offset, pc, self.num_committed});
+}
+
+void commit_products() {
+  if (is_kernel_running()) ++state.async_threads[now.thread].num_committed;
+}
+
+// The products that are complete have read until now: what became known to others before did not tell of it.
+void wait_for_products(int num_pending) {
+  if (!is_kernel_running()) return;
+  const Busy busy;
+  AsyncThread& self = state.async_threads[now.thread];
+  const auto is_complete = [&](const ProductRead& read) {
+    if (read.group + uint64_t(num_pending) >= self.num_committed) return false;
+    SharedMemory& memory = state.dynamic_shared;
+    for (uintptr_t unit = read.offset >> memory.log2_unit;
+         unit << memory.log2_unit < read.offset + 16; ++unit) {
+      const uintptr_t start = unit << memory.log2_unit;
+      const Conflict conflict = record(memory.cells[unit].cell, kRead, read.pc);
+      if (conflict.what != nullptr) {
+        found_race(conflict, read.pc, kDynamicShared, start, 16);
+      } else if (now.num_copies > 0 && !memory.copies.empty() && memory.copies[start / 16] != 0) {
+        // The copy began while the product was reading.
+        const Copy& copy = state.copies[memory.copies[start / 16]];
+        found_race({"write after read", copy.pc, copy.thread, false}, read.pc, kDynamicShared,
+                   start, 16);
+      }
+    }
+    return true;
+  };
+  self.reads.erase(std::remove_if(self.reads.begin(), self.reads.end(), is_complete),
+                   self.reads.end());
+}
+
+void fence_async_proxy() {
+  if (!is_kernel_running()) return;
+  state.async_threads[now.thread].fenced_clock = now.clocks[now.lane];
+  advance_clock();
 }
 
 bool memset_device(const void* target, size_t bytes) {

@@ -1,0 +1,498 @@
+// 12_hopper: products of 128 threads at once that read shared memory themselves, and a thread that only loads.
+//
+//   delta = rowsum(O ∘ dO)
+//   Sᵀ = softmax_scale · K Qᵀ   Pᵀ = exp(Sᵀ - lse)   dPᵀ = V dOᵀ   dSᵀ = Pᵀ ∘ (dPᵀ - delta)
+//   dV += Pᵀ dO                 dK += softmax_scale · dSᵀ Q        dQ_accum[split] += dS K
+//   dQ = softmax_scale · Σ dQ_accum[split]
+//
+// The change: wgmma. A warpgroup multiplies out of swizzled shared memory while its threads go on, TMA copies tiles
+// there, and a thread of a third warpgroup only starts the copies. Two warpgroups, the consumers, own 64 keys each: P
+// and dS stay in the registers that made them, only dS for dQ goes through shared memory. They issue products in
+// turns, so that one multiplies while the other makes P or dS, and adds dQ to the global sum between exponentials:
+//
+//   consumer 0 | dP dV (i) | dS(i)     | dK(i) dQ(i-1) S(i+1) | P(i+1)             | dP dV (i+1) |
+//   consumer 1 | P(i)      | dP dV (i) | dS(i)                | dK dQ (i) S(i+1)   | P(i+1)      | ...
+//
+// Grid and global scratch: as in 11. Block: a warpgroup that loads and two that compute.
+// Shared memory: K, V; three stages of Q and dO, two of dS.
+#include "common/cuda/alignment.h"
+#include "common/cuda/attention.h"
+#include "common/cuda/barrier.h"
+#include "common/cuda/dq_accumulator.h"
+#include "common/cuda/launch.h"
+#include "common/cuda/mbarrier.h"
+#include "common/cuda/reduce.h"
+#include "common/cuda/schedule.h"
+#include "common/cuda/tensor_core.h"
+#include "common/cuda/tensor_map.h"
+#include "common/cuda/wgmma.h"
+
+namespace {
+
+static_assert(sizeof(Element) == 2, "tensor cores multiply fp16 or bf16 here; for fp32 use 08");
+
+constexpr int kPaddedDim = kHeadDim <= 64 ? 64 : 128;
+constexpr int kBlockM = kPaddedDim == 64 ? 128 : 64;
+constexpr int kBlockN = 128;
+constexpr int kPanels = kPaddedDim / kPanelColumns;  // of a tile whose rows are queries or keys
+constexpr int kStages = 3;                           // of Q and dO
+constexpr int kStagesDs = 2;
+
+constexpr int kNumConsumers = 2;
+constexpr int kConsumerThreads = kNumConsumers * kWarpgroupThreads;
+constexpr int kNumThreads = kWarpgroupThreads + kConsumerThreads;
+constexpr int kConsumerKeys = kBlockN / kNumConsumers;
+static_assert(kConsumerKeys == 64, "the rows of a wgmma");
+
+// A consumer's share of dQ is 64 queries by 64 columns: half of the queries, or half of the columns.
+constexpr bool kSplitsQueries = kPaddedDim == 64;
+
+using Sizes = BackwardSizes<kBlockM, kBlockN, kPaddedDim>;
+
+template <int kRows>
+using Panel = Element[kRows][kPanelColumns];
+
+struct SharedMemory {
+  Panel<kBlockN> sK[kPanels];
+  Panel<kBlockN> sV[kPanels];
+  Panel<kBlockM> sQ[kStages][kPanels];
+  Panel<kBlockM> sdO[kStages][kPanels];
+  Panel<kBlockN> sdS[kStagesDs][kBlockM / kPanelColumns];  // transposed: a row is a key
+  float lse_log2[kStages][kBlockM];
+  float neg_delta[kStages][kBlockM];
+  // Full: what the copies bring is there, the producer tells the consumers. Empty: every consumer warp has read it.
+  MBarrier k_full, v_full;
+  MBarrier q_full[kStages], q_empty[kStages];        // Q and lse_log2
+  MBarrier dout_full[kStages], dout_empty[kStages];  // dO and neg_delta
+};
+static_assert(sizeof(SharedMemory) <= 227 * 1024, "of a block");
+
+// What all threads know of the block of keys they work on.
+struct Block {
+  SharedMemory& smem;
+  const BackwardParams& params;
+  const float *lse_log2, *neg_delta;  // [all padded rows]
+  float* dq;                          // [all padded rows, kPaddedDim], in the order of fragments
+  int batch, head;
+  int first_row;  // of this head in lse_log2, neg_delta and dq
+  int n_start;
+  QueryTiles<kBlockM> m_blocks;
+
+  __device__ int m_start(int i) const { return m_blocks[i] * kBlockM; }
+};
+
+// ---------------------------------------------------------------- the producer
+
+struct TensorMaps {
+  TensorMap q, k, v, dout;
+};
+
+// Starts copying a tile of rows, panel by panel.
+template <int kRows>
+__device__ void load_tile(Panel<kRows> (&tile)[kPanels], const TensorMap& map, MBarrier* full,
+                          const Block& block, int row) {
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    tma_load(tile[panel], map, full, panel * kPanelColumns, row, block.head, block.batch);
+  }
+}
+
+// One thread, ahead of the consumers by as many tiles as there are stages.
+__device__ void produce(const Block& block, const TensorMaps& maps) {
+  SharedMemory& smem = block.smem;
+  constexpr int kStatisticsBytes = kBlockM * sizeof(float);
+  constexpr int kTileBytes = sizeof(smem.sQ[0]) + kStatisticsBytes;
+  const auto load_q = [&](int i) {
+    const int stage = i % kStages;
+    mbarrier_expect(&smem.q_full[stage], kTileBytes);
+    load_tile(smem.sQ[stage], maps.q, &smem.q_full[stage], block, block.m_start(i));
+    bulk_load(smem.lse_log2[stage], block.lse_log2 + (block.first_row + block.m_start(i)),
+              kStatisticsBytes, &smem.q_full[stage]);
+  };
+  const auto load_dout = [&](int i) {
+    const int stage = i % kStages;
+    mbarrier_expect(&smem.dout_full[stage], kTileBytes);
+    load_tile(smem.sdO[stage], maps.dout, &smem.dout_full[stage], block, block.m_start(i));
+    bulk_load(smem.neg_delta[stage], block.neg_delta + (block.first_row + block.m_start(i)),
+              kStatisticsBytes, &smem.dout_full[stage]);
+  };
+  mbarrier_expect(&smem.k_full, sizeof(smem.sK));
+  load_tile(smem.sK, maps.k, &smem.k_full, block, block.n_start);
+  load_q(0);
+  mbarrier_expect(&smem.v_full, sizeof(smem.sV));
+  load_tile(smem.sV, maps.v, &smem.v_full, block, block.n_start);
+  load_dout(0);
+#pragma unroll 1
+  for (int i = 1; i < block.m_blocks.count; ++i) {
+    // Tile i - kStages has been read; of the first tiles in a stage there is none, and the wait returns at once.
+    mbarrier_wait(&smem.q_empty[i % kStages], i / kStages % 2 ^ 1);
+    load_q(i);
+    mbarrier_wait(&smem.dout_empty[i % kStages], i / kStages % 2 ^ 1);
+    load_dout(i);
+  }
+}
+
+// ---------------------------------------------------------------- products of a consumer
+
+// acc = A Bᵀ, or acc += A Bᵀ if `adds`: rows of kPaddedDim elements, in panels of kRowsA and kRowsB rows
+template <int kRowsA, int kRowsB, int kRegisters>
+__device__ __forceinline__ void issue_product_bt(float (&acc)[kRegisters], SharedMatrix a,
+                                                 SharedMatrix b, bool adds) {
+#pragma unroll
+  for (int k = 0; k < kPaddedDim / 16; ++k) {
+    wgmma<Element, Major::k, Major::k>(acc, a, k / 4 * int(sizeof(Panel<kRowsA>)) + k % 4 * 32, b,
+                                       k / 4 * int(sizeof(Panel<kRowsB>)) + k % 4 * 32,
+                                       adds || k > 0);
+  }
+}
+
+// acc [64, kPaddedDim] += A B, A [64, kBlockM] in registers, the rows of B are those of a tile of queries
+__device__ __forceinline__ void issue_product_ra(float (&acc)[kPaddedDim / 2],
+                                                 const uint32_t (&a)[kBlockM / 16][4],
+                                                 SharedMatrix b) {
+#pragma unroll
+  for (int k = 0; k < kBlockM / 16; ++k) wgmma<Element, Major::m>(acc, a[k], b, k * 2048);
+}
+
+// acc [64, 64] = Aᵀ B: one panel of each, of kBlockN rows
+__device__ __forceinline__ void issue_product_at(float (&acc)[32], SharedMatrix a, SharedMatrix b) {
+#pragma unroll
+  for (int k = 0; k < kBlockN / 16; ++k) {
+    wgmma<Element, Major::m, Major::m>(acc, a, k * 2048, b, k * 2048, k > 0);
+  }
+}
+
+// ---------------------------------------------------------------- a consumer
+
+// A consumer's place among the threads: it owns keys [n_start + 64 index, n_start + 64 index + 64) of the block.
+struct Consumer {
+  int index;       // 0 or 1
+  int warp, lane;  // warp of the warpgroup
+
+  // Waits until the other consumer has issued its products.
+  __device__ void wait_for_turn() const {
+    if (index == 0) {
+      barrier_sync(1, kConsumerThreads);
+    } else {
+      barrier_sync(2, kConsumerThreads);
+    }
+  }
+  __device__ void pass_turn() const {
+    if (index == 0) {
+      barrier_arrive(2, kConsumerThreads);
+    } else {
+      barrier_arrive(1, kConsumerThreads);
+    }
+  }
+  // The lanes of this warp have read a stage.
+  __device__ void release(MBarrier* empty) const {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(empty);
+  }
+
+  // Of this lane's first element in a tile whose rows are keys and columns queries.
+  __device__ int first_key() const { return kConsumerKeys * index + 16 * warp + lane / 4; }
+  __device__ int first_query() const { return lane % 4 * 2; }
+
+  // Where this lane points stmatrix within 16 rows and columns of panels, the columns being [col, col + 16).
+  template <int kRows>
+  __device__ Element* at(Panel<kRows>* panels, int col) const {
+    const int row = lane % 16, chunk = col % kPanelColumns / 8 + lane / 16;
+    return &panels[col / kPanelColumns][kConsumerKeys * index + 16 * warp + row]
+                  [(chunk ^ row % 8) * 8];
+  }
+};
+
+// Sets to zero what is hidden of a tile whose rows are keys and columns queries.
+__device__ __forceinline__ void hide(float (&x)[kBlockM / 2], const Block& block,
+                                     const Consumer& self, int i) {
+  const Mask mask(block.params, block.m_start(i) + self.first_query(),
+                  block.n_start + self.first_key());
+#pragma unroll
+  for (int n = 0; n < kBlockM / 2; ++n) {
+    if (mask.hides(n / 4 * 8 + n % 2, n % 4 / 2 * 8)) x[n] = 0.0f;
+  }
+}
+
+// Writes scale · acc, this warp's 16 keys of dK or dV, through the warp's rows of `panels`: rows of memory are longer
+// than those of fragments.
+__device__ void store(Element* gradient, Panel<kBlockN>* panels, const Block& block,
+                      const Consumer& self, const float (&acc)[kPaddedDim / 2], float scale) {
+#pragma unroll
+  for (int k = 0; k < kPaddedDim / 16; ++k) {
+    uint32_t fragment[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      fragment[n] = pack<Element>(scale * acc[8 * k + 2 * n], scale * acc[8 * k + 2 * n + 1]);
+    }
+    stmatrix(self.at(panels, 16 * k), fragment);
+  }
+  __syncwarp();  // the rows are complete
+#pragma unroll
+  for (int n = self.lane; n < 16 * (kPaddedDim / 8); n += 32) {
+    const int row = n / (kPaddedDim / 8), col = n % (kPaddedDim / 8) * 8;
+    const int tile_row = kConsumerKeys * self.index + 16 * self.warp + row;
+    const int key = block.n_start + tile_row;
+    if (key >= block.params.seqlen_k || col >= kHeadDim) continue;
+    const int chunk = col % kPanelColumns / 8 ^ row % 8;
+    *reinterpret_cast<uint4*>(gradient + int64_t(key) * kHeadDim + col) =
+        *reinterpret_cast<const uint4*>(&panels[col / kPanelColumns][tile_row][chunk * 8]);
+  }
+  __syncwarp();  // the rows may be written again
+}
+
+// Steps 1 to 7 for a consumer's keys. Named barriers 1 and 2 are the turns of consumer 0 and 1: who calls
+// wait_for_turn() goes on when the other has called pass_turn(), and sees all that it did before.
+//
+// dS needs no other barrier. A consumer writes its half of dS(i) between its two turns of iteration i.
+//   Written before it is read: consumer 1 reads consumer 0's half in its second turn of iteration i, which consumer 0
+//   passes in its own second; consumer 0 reads consumer 1's half in its second turn of i + 1, which consumer 1 passes
+//   in its first of i + 1.
+//   Read before dS(i + 2) takes its place: consumer 1 has waited for its dQ(i) before its first turn of i + 1, and
+//   consumer 0 writes after its first turn of i + 2. Consumer 0 has waited for its dQ(i) before its first turn of
+//   i + 2, which it passes to consumer 1, which writes after that.
+__device__ void consume(const Block& block, const Consumer& self, Element* dk, Element* dv) {
+  SharedMemory& smem = block.smem;
+  const int count = block.m_blocks.count;
+  const float scale_log2 = block.params.softmax_scale * kLog2e;
+
+  const int row = kConsumerKeys * self.index;
+  const SharedMatrix k = shared_matrix(smem.sK[0][row], 0), v = shared_matrix(smem.sV[0][row], 0);
+  const SharedMatrix q = shared_matrix(smem.sQ[0], sizeof(Panel<kBlockM>));
+  const SharedMatrix dout = shared_matrix(smem.sdO[0], sizeof(Panel<kBlockM>));
+  const SharedMatrix ds_of_dq = shared_matrix(smem.sdS[0][kSplitsQueries ? self.index : 0], 0);
+  const SharedMatrix k_of_dq = shared_matrix(smem.sK[kSplitsQueries ? 0 : self.index], 0);
+  // Of this consumer's share of dQ, this lane's first fragment in the head's first tile.
+  const int row_dq = (kSplitsQueries ? 64 * self.index : 0) + 16 * self.warp;
+  const int col_dq = kSplitsQueries ? 0 : 64 * self.index;
+  float* dq =
+      block.dq + int64_t(block.first_row + row_dq) * kPaddedDim + (col_dq / 8 * 32 + self.lane) * 4;
+
+  float acc_dk[kPaddedDim / 2] = {}, acc_dv[kPaddedDim / 2] = {};
+  float acc_s[kBlockM / 2], acc_dp[kBlockM / 2], acc_dq[32];
+  uint32_t p[kBlockM / 16][4], ds[kBlockM / 16][4];  // rounded: the A of dV and dK
+
+  // 1. Sᵀ = K Qᵀ  [64, kBlockM], not scaled yet
+  const auto issue_s = [&](int stage) {
+    issue_product_bt<kBlockN, kBlockM>(acc_s, k, q + stage * int(sizeof(smem.sQ[0])), false);
+  };
+  // 7. dQ_accum += dS K  [64, 64], the share of this consumer. Before the first tile there is no dS: with any other
+  // numbers in its place the product is one like all others, only that nothing is added.
+  const auto issue_dq = [&](int i) {
+    const SharedMatrix ds = ds_of_dq + i % kStagesDs * int(sizeof(smem.sdS[0]));
+    issue_product_at(acc_dq, i < 0 ? k_of_dq : ds, k_of_dq);
+  };
+  const auto add_dq = [&](int i, int j) {
+    const float fragment[4] = {acc_dq[4 * j], acc_dq[4 * j + 1], acc_dq[4 * j + 2],
+                               acc_dq[4 * j + 3]};
+    reduce_add_if(i >= 0, dq + int64_t(block.m_start(i)) * kPaddedDim + 128 * j, fragment);
+  };
+  const auto add_all_of_dq = [&](int i) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) add_dq(i, j);
+  };
+  // The tile whose dQ a consumer has computed by the end of iteration i; below zero there is none.
+  const auto tile_of_dq = [&](int i) { return i - 1 + self.index; };
+
+  if (self.index == 1) self.pass_turn();  // consumer 0 has the first
+  mbarrier_wait(&smem.k_full, 0);
+  mbarrier_wait(&smem.q_full[0], 0);
+  self.wait_for_turn();
+  wgmma_fence(acc_s);
+  issue_s(0);
+  wgmma_commit();
+  self.pass_turn();
+  mbarrier_wait(&smem.v_full, 0);
+  wgmma_wait<0>(acc_s);
+
+  const auto iterate = [&](int i, auto is_last) {
+    constexpr bool kIsLast = decltype(is_last)::value;
+    const int stage = i % kStages, next = (i + 1) % kStages;
+    const bool is_masked =
+        needs_mask<kConsumerKeys>(block.params, block.m_start(i), block.n_start + row);
+    // 2. P = exp(S - lse), in place; between the exponentials, dQ of the iteration before goes out. All of it at once
+    // would be more than memory takes without stopping the warp.
+    {
+      const int i_dq = i == 0 ? -1 : tile_of_dq(i - 1);
+      const float* lse = smem.lse_log2[stage] + self.first_query();
+      float2 ahead = *reinterpret_cast<const float2*>(lse);
+#pragma unroll
+      for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 x = ahead;
+        if (j + 1 < kBlockM / 8) ahead = *reinterpret_cast<const float2*>(lse + 8 * (j + 1));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          acc_s[4 * j + e] = fast_exp2(fmaf(acc_s[4 * j + e], scale_log2, e % 2 == 0 ? x.x : x.y));
+        }
+        constexpr int kEvery = kBlockM / 64;
+        if (j % kEvery == 0) add_dq(i_dq, j / kEvery);
+      }
+      // After the scale, which may be zero or negative, for then no score would be low enough.
+      if (is_masked) hide(acc_s, block, self, i);
+#pragma unroll
+      for (int n = 0; n < kBlockM / 4; ++n) {
+        p[n / 4][n % 4] = pack<Element>(acc_s[2 * n], acc_s[2 * n + 1]);
+      }
+    }
+    mbarrier_wait(&smem.dout_full[stage], i / kStages % 2);
+    {
+      const float* delta = smem.neg_delta[stage] + self.first_query();
+#pragma unroll
+      for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 x = *reinterpret_cast<const float2*>(delta + 8 * j);
+        acc_dp[4 * j] = acc_dp[4 * j + 2] = x.x;
+        acc_dp[4 * j + 1] = acc_dp[4 * j + 3] = x.y;
+      }
+    }
+    self.wait_for_turn();  // the first of this iteration
+    wgmma_fence(acc_dp, acc_dv, p);
+    // 3. dPᵀ - delta = V dOᵀ - delta  [64, kBlockM], for the accumulator starts at -delta
+    issue_product_bt<kBlockN, kBlockM>(acc_dp, v, dout + stage * int(sizeof(smem.sdO[0])), true);
+    wgmma_commit();
+    // 5. dV += Pᵀ dO  [64, kPaddedDim]
+    issue_product_ra(acc_dv, p, dout + stage * int(sizeof(smem.sdO[0])));
+    wgmma_commit();
+    self.pass_turn();
+    wgmma_wait<1>(acc_dp);
+    // 4. dS = P ∘ (dP - delta), of P in fp32. P = 0 alone would not hide a dP that is infinite: 0 · inf = NaN.
+    if (is_masked) hide(acc_dp, block, self, i);
+#pragma unroll
+    for (int n = 0; n < kBlockM / 4; ++n) {
+      ds[n / 4][n % 4] =
+          pack<Element>(acc_s[2 * n] * acc_dp[2 * n], acc_s[2 * n + 1] * acc_dp[2 * n + 1]);
+    }
+    wgmma_wait<0>(acc_dv, p);
+    self.release(&smem.dout_empty[stage]);
+#pragma unroll
+    for (int j = 0; j < kBlockM / 16; ++j) {
+      stmatrix(self.at(smem.sdS[i % kStagesDs], 16 * j), ds[j]);
+    }
+    fence_async_proxy();  // both consumers' dQ reads this dS, after the turn that follows
+    if (!kIsLast) mbarrier_wait(&smem.q_full[next], (i + 1) / kStages % 2);
+    self.wait_for_turn();  // the second
+    wgmma_fence(acc_dk, ds);
+    // 6. dK += dSᵀ Q  [64, kPaddedDim]
+    issue_product_ra(acc_dk, ds, q + stage * int(sizeof(smem.sQ[0])));
+    wgmma_commit();
+    issue_dq(tile_of_dq(i));
+    if (!kIsLast) issue_s(next);
+    wgmma_commit();
+    self.pass_turn();
+    wgmma_wait<1>(acc_dk, ds);
+    self.release(&smem.q_empty[stage]);
+    // Nothing is under way at the end: the compiler would wait after every product of the loop.
+    wgmma_wait<0>(acc_s, acc_dq);
+  };
+#pragma unroll 1
+  for (int i = 0; i + 1 < count; ++i) iterate(i, std::false_type{});
+  iterate(count - 1, std::true_type{});
+  add_all_of_dq(tile_of_dq(count - 1));
+  if (self.index == 0) {
+    self.wait_for_turn();  // consumer 1's half of the last dS is there
+    wgmma_fence();
+    issue_dq(count - 1);
+    wgmma_commit();
+    wgmma_wait<0>(acc_dq);
+    add_all_of_dq(count - 1);
+  }
+  // Through this consumer's rows of V, which nobody else has read, and it itself before its last turn.
+  store(dv, smem.sV, block, self, acc_dv, 1.0f);
+  store(dk, smem.sV, block, self, acc_dk, block.params.softmax_scale);
+}
+
+// Outer K: a block owns kBlockN keys of one head and walks over the queries. The grid has the blocks of keys from
+// first_n_block on, as many for each head.
+__global__ void __launch_bounds__(kNumThreads, 1)
+    backward_kernel(const BackwardParams params, const __grid_constant__ TensorMaps maps,
+                    const float* lse_log2, const float* neg_delta, float* dq_accum,
+                    int first_n_block, int heads_at_once) {
+  SharedMemory& smem = *dynamic_smem<SharedMemory>();
+  // The shuffle tells the compiler that the number is the same in all lanes.
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0);
+  if (threadIdx.x == 0) {
+    mbarrier_init(&smem.k_full, 1);
+    mbarrier_init(&smem.v_full, 1);
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(&smem.q_full[stage], 1);
+      mbarrier_init(&smem.dout_full[stage], 1);
+      mbarrier_init(&smem.q_empty[stage], kConsumerThreads / 32);
+      mbarrier_init(&smem.dout_empty[stage], kConsumerThreads / 32);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();  // the barriers are there
+
+  const Sizes sizes(params);
+  const GridPlace place(static_cast<int>(sizes.heads), heads_at_once);
+  const int n_start = (first_n_block + place.n_block) * kBlockN;
+  const int64_t split = params.deterministic ? place.n_block : 0;
+  const Block block{smem,
+                    params,
+                    lse_log2,
+                    neg_delta,
+                    dq_accum + split * sizes.split_elements(),
+                    place.head / params.num_heads,
+                    place.head % params.num_heads,
+                    static_cast<int>(place.head * sizes.padded_rows),
+                    n_start,
+                    QueryTiles<kBlockM>(params, n_start)};
+  if (warpgroup == 0) {
+    give_up_registers<24>();
+    if (threadIdx.x == 0) produce(block, maps);
+  } else {
+    take_registers<240>();
+    const Consumer self{warpgroup - 1, static_cast<int>(threadIdx.x % kWarpgroupThreads / 32),
+                        static_cast<int>(threadIdx.x % 32)};
+    const int64_t first_row = int64_t(place.head) * params.seqlen_k;  // of this head in dk and dv
+    consume(block, self, params.dk + first_row * kHeadDim, params.dv + first_row * kHeadDim);
+  }
+}
+
+}  // namespace
+
+void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
+  const Sizes sizes(params);
+  layout.add<float>("lse_log2", {sizes.heads, sizes.padded_rows});
+  layout.add<float>("neg_delta", {sizes.heads, sizes.padded_rows});
+  layout.add<float>("dq_accum", {sizes.num_splits, sizes.heads, sizes.padded_rows, kPaddedDim});
+}
+
+cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+  if (!rows_are_aligned(params)) return cudaErrorInvalidValue;
+  WorkspaceLayout layout;
+  describe_workspace(params, layout);
+  float* lse_log2 = layout.find<float>(workspace, "lse_log2");
+  float* neg_delta = layout.find<float>(workspace, "neg_delta");
+  float* dq_accum = layout.find<float>(workspace, "dq_accum");
+  cudaError_t error = cudaSuccess;
+  const auto map = [&](const char* name, const Element* data, const TensorStrides& strides,
+                       int rows, int tile_rows) {
+    TensorMap map{};
+    if (error != cudaSuccess) return map;
+    error = make_tensor_map<Element>(&map, name,
+                                     {data, kHeadDim, rows, params.num_heads, params.batch,
+                                      strides.row, strides.head, strides.batch},
+                                     tile_rows);
+    return map;
+  };
+  const TensorMaps maps{map("q", params.q, params.q_strides, params.seqlen_q, kBlockM),
+                        map("k", params.k, params.k_strides, params.seqlen_k, kBlockN),
+                        map("v", params.v, params.v_strides, params.seqlen_k, kBlockN),
+                        map("dout", params.dout, params.dout_strides, params.seqlen_q, kBlockM)};
+  if (error != cudaSuccess) return error;
+  const Sizes sizes(params);
+  error = launch_prepare<Sizes>(params, lse_log2, neg_delta, dq_accum, stream);
+  if (error != cudaSuccess) return error;
+  // With deterministic, a launch has one block of keys for each accumulator, and the stream keeps their order.
+  const int step = params.deterministic ? sizes.num_splits : sizes.num_n_blocks;
+  const int together =
+      heads_at_once(params, sizes.padded_rows * kPaddedDim * int64_t(sizeof(float)));
+  for (int n_block = 0; n_block < sizes.num_n_blocks; n_block += step) {
+    const int blocks = min(step, sizes.num_n_blocks - n_block);
+    error = launch(backward_kernel, dim3(static_cast<unsigned>(sizes.heads) * blocks),
+                   dim3(kNumThreads), sizeof(SharedMemory), stream, params, maps, lse_log2,
+                   neg_delta, dq_accum, n_block, together);
+    if (error != cudaSuccess) return error;
+  }
+  return launch_convert<Sizes>(params, dq_accum, stream);
+}
