@@ -8,7 +8,6 @@ import pytest
 
 from common import jit, list_chapters, sanitize
 
-
 KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(")
 
 
