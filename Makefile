@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run notebooks lab test test-slow test-all bench train sanitize check experiments counters counters-page readme resources diff new-chapter assignment grade lint format clean
+.PHONY: help setup run notebooks lab test test-slow test-all bench train sanitize check experiments counters counters-page readme resources sass diff new-chapter assignment grade lint format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -77,6 +77,9 @@ readme: $(READY) ## regenerate the tables and pictures of the front pages
 
 resources: $(READY) ## registers, shared memory and spills of every kernel into chapters/README.md
 	$(PYTHON) -m common.resources
+
+sass: $(READY) ## the atomic instructions of chapters 04 and 05 into notebooks/measurements/
+	$(PYTHON) -m common.sass
 
 diff: $(READY) ## what changes between two chapters: make diff A=01 B=02
 	@$(PYTHON) -m common.diff $(A) $(B)

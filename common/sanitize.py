@@ -6,6 +6,7 @@ Exits with 1 if a tool finds anything, warnings included, and with 2 where it ca
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -46,8 +47,9 @@ def _run_chapters(infos: list[ChapterInfo]) -> None:
 
 
 def kernel_names(infos: list[ChapterInfo]) -> list[str]:
-    """The names of all ``__global__`` functions of these chapters: they end in _kernel."""
-    names = (re.findall(r"\b\w+_kernel\b", info.kernel.read_text()) for info in infos)
+    """The names of all ``__global__`` functions of these chapters and their headers: they end in _kernel."""
+    paths = {path for info in infos for path in (info.kernel, *jit.included_headers(info.kernel))}
+    names = (re.findall(r"\b\w+_kernel\b", path.read_text()) for path in paths)
     return sorted({name for found in names for name in found})
 
 
@@ -81,7 +83,12 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == [_WORKER]:
         _run_chapters(_chosen(arguments[1:]))
         return 0
-    infos = _chosen(arguments)
+    parser = argparse.ArgumentParser(prog="python -m common.sanitize", description=__doc__)
+    parser.add_argument("chapters", nargs="*", metavar="NN", help="which ones; default: all")
+    try:
+        infos = _chosen(parser.parse_args(arguments).chapters)
+    except ValueError as error:
+        parser.error(str(error))
     sanitizer = shutil.which("compute-sanitizer")
     if problem := jit.cuda_problem() or (None if sanitizer else "compute-sanitizer is not on PATH"):
         print(f"cannot sanitize: {problem}", file=sys.stderr)

@@ -1096,13 +1096,79 @@ def test_traffic_does_not_depend_on_the_order(folder: Path) -> None:
             assert counts(prog.check(case, x, 4096, seed).traffic) == in_order, (case, seed)
 
 
+# Of hopper.cu: case -> what may be found; something is, in whatever order threads run. "(N,0,0)": any thread.
+_BULK_READ = (
+    "tile is read at {where} by thread (N,0,0) of block (0,0,0), while the copy that thread (0,0,0) started "
+)
+_REFILLED = (
+    "tile is read at {where} by thread (N,0,0) and overwritten at {copy} by thread (0,0,0) of block (0,0,0), "
+)
+BULK_AND_PRODUCTS = {
+    "bulk_wait_read": [],
+    "bulk_barrier_read": [_BULK_READ + "at {copy} may be under way: no mbarrier_wait() covers it"],
+    "bulk_wait_of_one_warp": [],
+    "bulk_wait_of_another_warp": [
+        _BULK_READ + "at {copy} may be under way: no mbarrier_wait() covers it",
+        _REFILLED + "with no barrier between",
+    ],
+    "bulk_refill": [],
+    "bulk_given_back_too_early": [_REFILLED + "with no barrier between"],
+    "bulk_past_end": [
+        "thread (N,0,0) of block (0,0,0) reads 128 bytes at {copy}, out of bounds: 64 bytes before the end "
+        "of x [64]"
+    ],
+    "product": [],
+    "product_without_proxy_fence": [
+        "shared[N] is written at {panel} by thread (N,0,0) and read by wgmma at {product} for thread (N,0,0) "
+        "of block (0,0,0), with no fence_async_proxy() of the writer between"
+    ],
+    "product_then_write": [],
+    "product_overwritten": [
+        "shared[N] is written at {write} by thread (N,0,0) and read at {product} by thread (N,0,0) of block "
+        "(0,0,0), with no barrier between"
+    ],
+}
+
+
+@pytest.mark.parametrize("case", BULK_AND_PRODUCTS)
+def test_bulk_copies_and_products(build: Callable[[str], Program], case: str) -> None:
+    lines = {"copy": at("bulk.copy"), "panel": at("panel.write"), "product": at("product.read")}
+    lines["write"] = at("product_overwritten.write")
+    if case.startswith("bulk") and BULK_AND_PRODUCTS[case] and case != "bulk_past_end":
+        lines["where"] = at(f"{case}.read")
+    expected = [
+        re.escape(text.format(**lines)).replace("N", r"\d+") + r"( \([\d,]+ times\))?"
+        for text in BULK_AND_PRODUCTS[case]
+    ]
+    for schedule in (-1, *SEEDS):
+        report = build("hopper").check(
+            case, torch.arange(1.0, 65), 128 if "product" in case else 64, schedule
+        )
+        found = [f for f in report.findings if "never written" not in str(f)]
+        tool = "memcheck" if case == "bulk_past_end" else "racecheck"
+        assert bool(found) == bool(expected), [str(f) for f in found]
+        for finding in found:
+            assert finding.tool == tool
+            assert any(re.fullmatch(f"{tool}: {text}", str(finding)) for text in expected), str(finding)
+
+
+def test_what_a_bulk_copy_and_a_product_move(build: Callable[[str], Program]) -> None:
+    prog = build("hopper")
+    traffic = prog.check("bulk_wait_read", torch.arange(1.0, 65), 64).traffic
+    assert traffic.tensors["x"].read == 256
+    assert (traffic.shared.written, traffic.shared.read) == (256, 64 * 4)
+    traffic = prog.check("product", torch.arange(1.0, 65), 128).traffic
+    assert (traffic.shared.written, traffic.shared.read) == (8192, 2 * 64 * 32)  # two matrices of 64 by 16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("source", sorted(PROGRAMS.glob("*.cu")), ids=lambda path: path.stem)
 def test_programs_are_cuda(source: Path, tmp_path: Path) -> None:
     nvcc = jit.find_nvcc()
     if nvcc is None:
         pytest.skip("no nvcc on PATH nor in site-packages (pip install nvidia-cuda-nvcc)")
-    flags = ["-std=c++17", f"-I{REPO}", "-gencode=arch=compute_80,code=sm_80", "-c", str(source)]
+    arch = "90a" if source.read_text().startswith("// Needs compute capability 9.0.") else "80"
+    flags = ["-std=c++17", f"-I{REPO}", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-c", str(source)]
     run_command([str(nvcc), *flags, "-o", str(tmp_path / "program.o")])
 
 
