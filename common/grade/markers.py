@@ -21,7 +21,7 @@ _EXACT = re.compile(
 )
 # Whatever was meant as a marker and is none must not pass for text: it would hand out the solution.
 _MEANT = re.compile(r"(begin|end)[\s_-]*solution", re.IGNORECASE)
-TODO = "YOUR CODE HERE"
+PLACEHOLDER = "YOUR CODE HERE"
 
 
 class MarkerError(ValueError):
@@ -65,7 +65,8 @@ def strip_solutions(text: str, suffix: str, name: str = "the text") -> str:
                 raise MarkerError(f"{place}: a solution begins inside the one that began at line {begin}")
             begin, stub, has_stub = number, 0, False
             kept.append(
-                match["indent"] + {"//": f"// {TODO}", "#": f"# {TODO}"}.get(comment, "*Your answer here*")
+                match["indent"]
+                + {"//": f"// {PLACEHOLDER}", "#": f"# {PLACEHOLDER}"}.get(comment, "*Your answer here*")
             )
         elif not begin:
             raise MarkerError(f"{place}: {word} outside of a solution")
