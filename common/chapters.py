@@ -674,6 +674,7 @@ def open_chapter(key: str) -> Chapter:
     for chapter in reversed(_open_chapters.values()):
         if (
             chapter.name == key
+            and chapter.info.kernel.is_relative_to(CHAPTERS)  # a copy elsewhere may have the same name
             and chapter.schedule is chapter.cpu_models is None
             and not chapter.cpu_fallback
         ):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from common import Chapter, flash_attention
+from common import Chapter, flash_attention, load_chapter, load_kernel
 from common.inputs import Inputs
 from common.reference import Gradients
 
@@ -214,6 +216,19 @@ def test_a_chapter_is_named_in_any_way(chapter: Chapter, how: str) -> None:
     }
     out = flash_attention(inputs.q, inputs.k, inputs.v, chapter=names[how])
     assert torch.equal(out, chapter.forward(inputs.q, inputs.k, inputs.v)[0])
+
+
+def test_a_copy_of_a_chapter_does_not_take_its_place(tmp_path: Path) -> None:
+    """A kernel of the same name, loaded later from another folder, is used only where it is asked for."""
+    info = load_chapter("02_tiled").info
+    shutil.copytree(info.kernel.parent, tmp_path / info.name)
+    copy = tmp_path / info.name / "kernel.cu"
+    copy.write_text("#error the copy is used\n" + copy.read_text())
+    assert load_kernel(copy).name == info.name
+    q = torch.randn(1, 1, 9, 16, requires_grad=True)
+    flash_attention(q, q, q, chapter=info.name).sum().backward()
+    with pytest.raises(RuntimeError, match="the copy is used"):
+        flash_attention(q, q, q, chapter=load_kernel(copy)).sum().backward()
 
 
 def test_an_unknown_chapter_is_refused() -> None:
