@@ -304,7 +304,8 @@ cudaError_t run_wrong(const std::string& name, int* out) {
   if (name == "stack_overflow") return launch(stack_overflow, one, one, 0, nullptr, out, 1024);
   if (name == "recursion") return launch(recursion, kGrid, kBlock, 0, nullptr, out);
   if (name == "endless_loop") return launch(endless_loop, kGrid, kBlock, 0, nullptr, out + 2);
-  if (name == "many_short_blocks") return launch(many_short_blocks, dim3(80), one, 0, nullptr, out);
+  if (name == "many_short_blocks")
+    return launch(many_short_blocks, dim3(240), one, 0, nullptr, out);
   const size_t bytes = 2048;
   float* const sums = reinterpret_cast<float*>(out);
   if (name == "mma_without_a_lane") {
