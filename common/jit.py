@@ -206,6 +206,11 @@ def included_headers(kernel: Path) -> list[Path]:
     return sorted(found)
 
 
+def kernel_sources(kernel: Path) -> list[Path]:
+    """A kernel file and the headers of ``common/cuda`` that it includes."""
+    return [kernel, *included_headers(kernel)]
+
+
 def with_header_changed(kernel: Path, header: Path, text: str) -> str:
     """A kernel file's text in which ``header`` reads ``text``.
 
@@ -230,7 +235,7 @@ def with_header_changed(kernel: Path, header: Path, text: str) -> str:
 def kernel_digest(kernel: Path) -> str:
     """Hash of a kernel file and the headers it includes: what a GPU measurement depends on."""
     sha = hashlib.sha256()
-    for path in [kernel, *included_headers(kernel)]:
+    for path in kernel_sources(kernel):
         sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return sha.hexdigest()[:12]
 

@@ -94,7 +94,7 @@ def show(chapter: str | int, *names: str) -> Markdown:
         source = info.kernel.read_text()
         return _cpp([info.kernel], source[: source.index("#include")].rstrip())
     found: dict[str, tuple[Path, str]] = {}
-    for path in (info.kernel, *jit.included_headers(info.kernel)):
+    for path in jit.kernel_sources(info.kernel):
         for name, text in _functions(path.read_text()).items():
             found.setdefault(name, (path, text))
     missing = [name for name in names if name not in found]
@@ -170,7 +170,7 @@ def edited_kernel(chapter: str | int, old: str, new: str = "") -> Chapter:
     once.
     """
     info = load_chapter(chapter).info
-    texts = {path: path.read_text() for path in (info.kernel, *jit.included_headers(info.kernel))}
+    texts = {path: path.read_text() for path in jit.kernel_sources(info.kernel)}
     times = sum(text.count(old) for text in texts.values())
     if times != 1:
         raise ValueError(f"{old!r} occurs {times} times in {info.name} and its headers, not once")
@@ -194,10 +194,7 @@ def requests_at(chapter: Chapter, report: Report, text: str) -> list[Requests]:
 
     Raises ValueError if there is none.
     """
-    sources = {
-        path: path.read_text().splitlines()
-        for path in (chapter.info.kernel, *jit.included_headers(chapter.info.kernel))
-    }
+    sources = {path: path.read_text().splitlines() for path in jit.kernel_sources(chapter.info.kernel)}
 
     def has_text(place: Frame | Location | None) -> bool:
         return place is not None and place.file in sources and text in sources[place.file][place.line - 1]

@@ -48,7 +48,7 @@ def _run_chapters(infos: list[ChapterInfo]) -> None:
 
 def kernel_names(infos: list[ChapterInfo]) -> list[str]:
     """The names of all ``__global__`` functions of these chapters and their headers: they end in _kernel."""
-    paths = {path for info in infos for path in (info.kernel, *jit.included_headers(info.kernel))}
+    paths = {path for info in infos for path in jit.kernel_sources(info.kernel)}
     names = (re.findall(r"\b\w+_kernel\b", path.read_text()) for path in paths)
     return sorted({name for found in names for name in found})
 

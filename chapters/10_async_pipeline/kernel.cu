@@ -221,32 +221,14 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 }  // namespace
 
 void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
-  const Sizes sizes(params);
-  layout.add<float>("lse_log2", {sizes.heads, sizes.padded_rows});
-  layout.add<float>("neg_delta", {sizes.heads, sizes.padded_rows});
-  layout.add<float>("dq_accum", {sizes.num_splits, sizes.heads, sizes.padded_rows, kPaddedDim});
+  describe_scratch<Sizes>(params, layout);
 }
 
 cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
   if (!rows_are_aligned(params)) return cudaErrorInvalidValue;
-  WorkspaceLayout layout;
-  describe_workspace(params, layout);
-  float* lse_log2 = layout.find<float>(workspace, "lse_log2");
-  float* neg_delta = layout.find<float>(workspace, "neg_delta");
-  float* dq_accum = layout.find<float>(workspace, "dq_accum");
-  const Sizes sizes(params);
-  cudaError_t error = launch_prepare<Sizes>(params, lse_log2, neg_delta, dq_accum, stream);
-  if (error != cudaSuccess) return error;
-  // With deterministic, a launch has one block of keys for each accumulator, and the stream keeps their order.
-  const int step = params.deterministic ? sizes.num_splits : sizes.num_n_blocks;
-  const int together =
-      heads_at_once(params, sizes.padded_rows * kPaddedDim * int64_t(sizeof(float)));
-  for (int n_block = 0; n_block < sizes.num_n_blocks; n_block += step) {
-    const int blocks = min(step, sizes.num_n_blocks - n_block);
-    error = launch(backward_kernel, dim3(static_cast<unsigned>(sizes.heads) * blocks),
-                   dim3(kNumThreads), sizeof(SharedMemory), stream, params, lse_log2, neg_delta,
-                   dq_accum, n_block, together);
-    if (error != cudaSuccess) return error;
-  }
-  return launch_convert<Sizes>(params, dq_accum, stream);
+  return launch_all<Sizes>(params, workspace, stream, [&](const MainLaunch& main) {
+    return launch(backward_kernel, dim3(main.num_blocks), dim3(kNumThreads), sizeof(SharedMemory),
+                  stream, params, main.lse_log2, main.neg_delta, main.dq_accum, main.first_n_block,
+                  main.heads_at_once);
+  });
 }

@@ -60,10 +60,12 @@ struct SharedMemory {
   Panel<kBlockN> sdS[kStagesDs][kBlockM / kPanelColumns];  // transposed: a row is a key
   float lse_log2[kStages][kBlockM];
   float neg_delta[kStages][kBlockM];
-  // Full: what the copies bring is there, the producer tells the consumers. Empty: every consumer warp has read it.
+  // Full: what the copies bring is there, the producer tells the consumers. Empty: every consumer warp has read
+  // all of the stage.
   MBarrier k_full, v_full;
-  MBarrier q_full[kStages], q_empty[kStages];        // Q and lse_log2
-  MBarrier dout_full[kStages], dout_empty[kStages];  // dO and neg_delta
+  MBarrier q_full[kStages];     // Q and lse_log2
+  MBarrier dout_full[kStages];  // dO and neg_delta
+  MBarrier empty[kStages];      // of all four
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024, "of a block");
 
@@ -125,9 +127,8 @@ __device__ void produce(const Block& block, const TensorMaps& maps) {
 #pragma unroll 1
   for (int i = 1; i < block.m_blocks.count; ++i) {
     // Tile i - kStages has been read; of the first tiles in a stage there is none, and the wait returns at once.
-    mbarrier_wait(&smem.q_empty[i % kStages], i / kStages % 2 ^ 1);
+    mbarrier_wait(&smem.empty[i % kStages], i / kStages % 2 ^ 1);
     load_q(i);
-    mbarrier_wait(&smem.dout_empty[i % kStages], i / kStages % 2 ^ 1);
     load_dout(i);
   }
 }
@@ -361,8 +362,7 @@ __device__ void consume(const Block& block, const Consumer& self, Element* dk, E
       ds[n / 4][n % 4] =
           pack<Element>(acc_s[2 * n] * acc_dp[2 * n], acc_s[2 * n + 1] * acc_dp[2 * n + 1]);
     }
-    wgmma_wait<0>(acc_dv, p);
-    self.release(&smem.dout_empty[stage]);
+    wgmma_wait<0>(acc_dv, p);  // for the registers of P, which the compiler needs from here on
 #pragma unroll
     for (int j = 0; j < kBlockM / 16; ++j) {
       stmatrix(self.at(smem.sdS[i % kStagesDs], 16 * j), ds[j]);
@@ -379,7 +379,7 @@ __device__ void consume(const Block& block, const Consumer& self, Element* dk, E
     wgmma_commit();
     self.pass_turn();
     wgmma_wait<1>(acc_dk, ds);
-    self.release(&smem.q_empty[stage]);
+    self.release(&smem.empty[stage]);
     // Nothing is under way at the end: the compiler would wait after every product of the loop.
     wgmma_wait<0>(acc_s, acc_dq);
   };
@@ -415,8 +415,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(&smem.q_full[stage], 1);
       mbarrier_init(&smem.dout_full[stage], 1);
-      mbarrier_init(&smem.q_empty[stage], kConsumerThreads / 32);
-      mbarrier_init(&smem.dout_empty[stage], kConsumerThreads / 32);
+      mbarrier_init(&smem.empty[stage], kConsumerThreads / 32);
     }
     mbarrier_init_fence();
   }
@@ -451,19 +450,11 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 }  // namespace
 
 void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
-  const Sizes sizes(params);
-  layout.add<float>("lse_log2", {sizes.heads, sizes.padded_rows});
-  layout.add<float>("neg_delta", {sizes.heads, sizes.padded_rows});
-  layout.add<float>("dq_accum", {sizes.num_splits, sizes.heads, sizes.padded_rows, kPaddedDim});
+  describe_scratch<Sizes>(params, layout);
 }
 
 cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
   if (!rows_are_aligned(params)) return cudaErrorInvalidValue;
-  WorkspaceLayout layout;
-  describe_workspace(params, layout);
-  float* lse_log2 = layout.find<float>(workspace, "lse_log2");
-  float* neg_delta = layout.find<float>(workspace, "neg_delta");
-  float* dq_accum = layout.find<float>(workspace, "dq_accum");
   cudaError_t error = cudaSuccess;
   const auto map = [&](const char* name, const Element* data, const TensorStrides& strides,
                        int rows, int tile_rows) {
@@ -480,19 +471,9 @@ cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaS
                         map("v", params.v, params.v_strides, params.seqlen_k, kBlockN),
                         map("dout", params.dout, params.dout_strides, params.seqlen_q, kBlockM)};
   if (error != cudaSuccess) return error;
-  const Sizes sizes(params);
-  error = launch_prepare<Sizes>(params, lse_log2, neg_delta, dq_accum, stream);
-  if (error != cudaSuccess) return error;
-  // With deterministic, a launch has one block of keys for each accumulator, and the stream keeps their order.
-  const int step = params.deterministic ? sizes.num_splits : sizes.num_n_blocks;
-  const int together =
-      heads_at_once(params, sizes.padded_rows * kPaddedDim * int64_t(sizeof(float)));
-  for (int n_block = 0; n_block < sizes.num_n_blocks; n_block += step) {
-    const int blocks = min(step, sizes.num_n_blocks - n_block);
-    error = launch(backward_kernel, dim3(static_cast<unsigned>(sizes.heads) * blocks),
-                   dim3(kNumThreads), sizeof(SharedMemory), stream, params, maps, lse_log2,
-                   neg_delta, dq_accum, n_block, together);
-    if (error != cudaSuccess) return error;
-  }
-  return launch_convert<Sizes>(params, dq_accum, stream);
+  return launch_all<Sizes>(params, workspace, stream, [&](const MainLaunch& main) {
+    return launch(backward_kernel, dim3(main.num_blocks), dim3(kNumThreads), sizeof(SharedMemory),
+                  stream, params, maps, main.lse_log2, main.neg_delta, main.dq_accum,
+                  main.first_n_block, main.heads_at_once);
+  });
 }

@@ -1,4 +1,5 @@
-// The fp32 sum of dQ in the order in which registers hold it, and the kernels before and after the main one.
+// The fp32 sum of dQ in the order in which registers hold it, the kernels before and after the main one, and the
+// launches of all three.
 //
 // dq_accum is [splits][heads][rows / 16][kCols / 8][lane][4]: 16x8 fragments of an mma's C, so that a warp adds
 // 512 bytes in one piece. Rows are padded to whole tiles of queries.
@@ -11,7 +12,9 @@
 #include "common/cuda/attention.h"
 #include "common/cuda/launch.h"
 #include "common/cuda/reduce.h"
+#include "common/cuda/schedule.h"
 #include "common/cuda/tensor_core.h"
+#include "common/cuda/workspace.h"
 
 constexpr float kLog2e = 1.44269504f;
 
@@ -170,4 +173,47 @@ cudaError_t launch_convert(const BackwardParams& params, const float* dq_accum,
   const int64_t blocks = (Sizes(params).padded_rows / 2 * (kHeadDim / 8) + 255) / 256;
   return launch(convert_kernel<Sizes>, head_grid(params, blocks), dim3(256), 0, stream, params,
                 dq_accum);
+}
+
+// What a launch of the main kernel gets, beside the tensors.
+struct MainLaunch {
+  unsigned num_blocks;
+  const float *lse_log2, *neg_delta;  // [heads, padded_rows]
+  float* dq_accum;                    // [splits, heads, padded_rows, kCols]
+  int first_n_block;                  // of every head
+  int heads_at_once;
+};
+
+template <typename Sizes>
+void describe_scratch(const BackwardParams& params, WorkspaceLayout& layout) {
+  const Sizes sizes(params);
+  layout.add<float>("lse_log2", {sizes.heads, sizes.padded_rows});
+  layout.add<float>("neg_delta", {sizes.heads, sizes.padded_rows});
+  layout.add<float>("dq_accum",
+                    {sizes.num_splits, sizes.heads, sizes.padded_rows, int64_t(Sizes::kCols)});
+}
+
+// Prepares, calls launch_main(MainLaunch) for blocks of keys that may run side by side, and converts.
+template <typename Sizes, typename LaunchMain>
+cudaError_t launch_all(const BackwardParams& params, void* workspace, cudaStream_t stream,
+                       LaunchMain launch_main) {
+  WorkspaceLayout layout;
+  describe_scratch<Sizes>(params, layout);
+  float* lse_log2 = layout.find<float>(workspace, "lse_log2");
+  float* neg_delta = layout.find<float>(workspace, "neg_delta");
+  float* dq_accum = layout.find<float>(workspace, "dq_accum");
+  const Sizes sizes(params);
+  cudaError_t error = launch_prepare<Sizes>(params, lse_log2, neg_delta, dq_accum, stream);
+  if (error != cudaSuccess) return error;
+  // With deterministic, a launch has one block of keys for each accumulator, and the stream keeps their order.
+  const int step = params.deterministic ? sizes.num_splits : sizes.num_n_blocks;
+  const int together =
+      heads_at_once(params, sizes.padded_rows * Sizes::kCols * int64_t(sizeof(float)));
+  for (int n_block = 0; n_block < sizes.num_n_blocks; n_block += step) {
+    const unsigned blocks = min(step, sizes.num_n_blocks - n_block);
+    error = launch_main(MainLaunch{static_cast<unsigned>(sizes.heads) * blocks, lse_log2, neg_delta,
+                                   dq_accum, n_block, together});
+    if (error != cudaSuccess) return error;
+  }
+  return launch_convert<Sizes>(params, dq_accum, stream);
 }
