@@ -1,8 +1,8 @@
-// The PyTorch operators of a chapter, compiled with every kernel.cu and the same for all of them.
+// The PyTorch operators of a chapter: compiled once for each dtype, and linked to every kernel.cu.
 //
-// Only PyTorch's stable headers are used: they compile in a second, and a library built against them loads
-// in any PyTorch from 2.10 on. The namespace of the operators is the extension's own name, so that the
-// library of an edited kernel can live beside the one it replaces. Arguments were checked in Python.
+// Only PyTorch's stable headers are used: a library built against them loads in any PyTorch from 2.10 on. The
+// namespace of the operators is the library's own name, so that the library of an edited kernel can live beside
+// the one it replaces. Arguments were checked in Python.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -15,12 +15,16 @@
 #include "common/cuda/launch_error.h"
 
 using torch::stable::Tensor;
+using torch::stable::detail::StableLibrary;
+using torch::stable::detail::StableTorchLibraryInit;
 
 // A chapter may define only one of the two passes; the other pair then resolves to null.
 __attribute__((weak)) void describe_workspace(const ForwardParams&, WorkspaceLayout&);
 __attribute__((weak)) void describe_workspace(const BackwardParams&, WorkspaceLayout&);
 __attribute__((weak)) cudaError_t launch_forward(const ForwardParams&, void*, cudaStream_t);
 __attribute__((weak)) cudaError_t launch_backward(const BackwardParams&, void*, cudaStream_t);
+
+extern const char fa2_library_name[];  // common/jit.py writes it beside the kernel
 
 namespace {
 
@@ -132,13 +136,7 @@ void backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o
   check(launch_backward(params, workspace.data_ptr(), reinterpret_cast<cudaStream_t>(stream)));
 }
 
-}  // namespace
-
-// The macros paste their first argument, so the extension's name has to be expanded before.
-#define FA2_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
-#define FA2_LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
-
-FA2_LIBRARY(TORCH_EXTENSION_NAME, m) {
+void define(StableLibrary& m) {
   m.def("passes() -> str");
   m.def(
       "workspace(bool backward, int batch, int num_heads, int num_heads_k, int seqlen_q, "
@@ -153,9 +151,17 @@ FA2_LIBRARY(TORCH_EXTENSION_NAME, m) {
       "bool deterministic, int stream) -> ()");
 }
 
-FA2_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CompositeExplicitAutograd, m) {
+void implement(StableLibrary& m) {
   m.impl("passes", TORCH_BOX(&passes));
   m.impl("workspace", TORCH_BOX(&workspace));
   m.impl("forward", TORCH_BOX(&forward));
   m.impl("backward", TORCH_BOX(&backward));
 }
+
+// What STABLE_TORCH_LIBRARY and STABLE_TORCH_LIBRARY_IMPL expand to, but that their name is known only later.
+const StableTorchLibraryInit definitions(StableLibrary::Kind::DEF, define, fa2_library_name,
+                                         nullptr, __FILE__, __LINE__);
+const StableTorchLibraryInit implementations(StableLibrary::Kind::IMPL, implement, fa2_library_name,
+                                             "CompositeExplicitAutograd", __FILE__, __LINE__);
+
+}  // namespace

@@ -18,8 +18,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -328,7 +329,8 @@ def _load(
     what: str,
     sources: list[Path],
     *,
-    wrap: Path | None = None,
+    written: dict[str, str] | None = None,
+    objects: Callable[[], list[Path]] = list,
     unchanged: Callable[[], bool] = lambda: True,
     cflags: list[str],
     cuda_cflags: list[str] | None = None,
@@ -337,7 +339,8 @@ def _load(
 ) -> tuple[Path, float, bool]:
     """Builds ``name`` unless it is there, and loads it. Returns (library, seconds, was cached).
 
-    ``unchanged`` tells whether the sources are still those that ``name`` is a hash of.
+    ``written``: further sources, file names and texts. ``objects`` gives what else is linked. ``unchanged``
+    tells whether the sources are still those that ``name`` is a hash of.
     """
     start = time.perf_counter()
     # One name is one set of operators, which a process can register only once, wherever it was built.
@@ -354,16 +357,16 @@ def _load(
                     if not unchanged():
                         raise BuildError(f"{what} was edited after it was loaded; load it again")
                     _say(f"Building {what} …", end="")
-                    if wrap is not None:
-                        source = folder / "kernel.cpp"
-                        source.write_text(f'#include "{wrap}"\n')
-                        sources = [source, *sources]
+                    for file, text in (written or {}).items():
+                        (folder / file).write_text(text)
+                        sources = [*sources, folder / file]
+                    linked = [shlex.quote(str(path)) for path in objects()]
                     cpp_extension.load(
                         name,
                         [str(s) for s in sources],
                         extra_cflags=cflags,
                         extra_cuda_cflags=cuda_cflags,
-                        extra_ldflags=ldflags,
+                        extra_ldflags=linked + (ldflags or []),
                         extra_include_paths=[str(p) for p in include or []],
                         build_directory=str(folder),
                         is_python_module=False,
@@ -418,6 +421,44 @@ def _load_error(what: str, library: Path, error: OSError) -> BuildError:
     return BuildError(
         f"{what} was built but does not load: {detail}.{hint} Delete {library.parent} to rebuild."
     )
+
+
+def made_once(name: str, suffix: str, command: list[str], sources: Sequence[Path]) -> Path:
+    """What a compiler's command makes of ``sources``, kept until one of them or the command changes.
+
+    Raises ``BuildError``.
+    """
+    path = build_root() / f"{name}_{_digest(list(sources), *command)}{suffix}"
+    if not path.is_file():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                made = Path(folder) / path.name
+                ended = subprocess.run(
+                    [*command, "-o", str(made)], capture_output=True, text=True, check=False
+                )
+                if ended.returncode:
+                    raise BuildError(
+                        f"{name} does not compile:\n{compiler_lines(ended.stderr)}", ended.stderr
+                    )
+                made.rename(path)
+        except OSError as error:
+            raise _unwritable(error) from None
+    return path
+
+
+def _binding(dtype: torch.dtype, device: torch.device) -> Path:
+    """The compiled binding.cpp, which takes as long to compile as a kernel."""
+    own = [REPO_ROOT] if device.type == "cuda" else [CPU_DEVICE, REPO_ROOT]
+    command = [
+        host_compiler(), "-fPIC", "-std=c++20", "-O1", _STABLE_ABI, *library_flags(),
+        *define_flags(dtype, 16),  # it is the same for every head_dim
+        *[f"-I{path}" for path in (*own, *cpp_extension.include_paths(device.type))],
+        "-c", str(BINDING),
+    ]  # fmt: skip
+    headers = [path for folder in own[:-1] for path in sorted(folder.glob("*.h"))]
+    name = f"fa2_binding_{DTYPE_NAMES[dtype]}_{device.type}"
+    return made_once(name, ".o", command, [BINDING, *included_headers(BINDING), *headers])
 
 
 def load_cpu_device(*, checked: bool = False) -> tuple[Path, ctypes.CDLL]:
@@ -488,6 +529,11 @@ def define_flags(dtype: torch.dtype, head_dim: int) -> list[str]:
     return [f"-DFA2_ELEMENT={ELEMENTS[dtype]}", f"-DFA2_HEAD_DIM={head_dim}"]
 
 
+def _name_file(name: str) -> dict[str, str]:
+    """The source that tells binding.cpp its library's name."""
+    return {"name.cpp": f'extern const char fa2_library_name[] = "{name}";\n'}
+
+
 def build(
     kernel: Path,
     dtype: torch.dtype,
@@ -510,7 +556,7 @@ def build(
     label = kernel.parent.name if kernel.name == "kernel.cu" else kernel.stem
     what = f"{label} ({DTYPE_NAMES[dtype]}, head_dim {head_dim})"
     stem = re.sub(r"\W", "_", f"fa2_{label}_{DTYPE_NAMES[dtype]}_d{head_dim}")
-    binding_flags = [_STABLE_ABI, *library_flags(), *defines]
+    host_flags = [*library_flags(), *defines]
     runtime = None
     if device.type == "cuda":
         if problem := cuda_problem():
@@ -518,13 +564,15 @@ def build(
         capability = compute_capability(device)
         gencode = _gencode(capability)
         cuda_flags = [gencode, *_CUDA_FLAGS, *defines, "-Xcompiler", "-fno-gnu-unique"]
-        flags = ["-O1", *binding_flags]
+        flags = ["-O1", *host_flags]
         key = hashlib.sha256(" ".join([digest, *flags, *cuda_flags]).encode()).hexdigest()[:12]
         name = f"{stem}_sm{capability[0]}{capability[1]}_{key}"
         library, seconds, cached = _load(
             name,
             f"{what} for {torch.cuda.get_device_name(device)}",
-            [kernel, BINDING],
+            [kernel],
+            written=_name_file(name),
+            objects=lambda: [_binding(dtype, device)],
             unchanged=lambda: source_digest(kernel) == digest,
             cflags=flags,
             cuda_cflags=cuda_flags,
@@ -533,19 +581,21 @@ def build(
     else:
         device_library, runtime = load_cpu_device(checked=checked)
         if cpu_models is not None:
-            binding_flags.append(f"-DFA2_COMPUTE_CAPABILITY={10 * cpu_models[0] + cpu_models[1]}")
-        flags = [*_CPU_KERNEL_FLAGS, *binding_flags]
+            host_flags.append(f"-DFA2_COMPUTE_CAPABILITY={10 * cpu_models[0] + cpu_models[1]}")
+        flags = [*_CPU_KERNEL_FLAGS, *host_flags]
         if checked:
-            flags = [*checked_flags(optimize), *binding_flags, "-g", f"-DFA2_WORKSPACE_GAP={1 << 16}"]
+            flags = [*checked_flags(optimize), *host_flags, "-g", f"-DFA2_WORKSPACE_GAP={1 << 16}"]
             if max_grid_y is not None:
                 flags.append(f"-DFA2_MAX_GRID_Y={max_grid_y}")
         facts = [digest, device_library.stem, host_compiler(), _host_id(), *flags]
         key = hashlib.sha256(" ".join(facts).encode()).hexdigest()[:12]
+        name = f"{stem}_{'checked' if checked else 'cpu'}_{key}"
         library, seconds, cached = _load(
-            f"{stem}_{'checked' if checked else 'cpu'}_{key}",
+            name,
             f"{what} for the {'checked ' if checked else ''}CPU device",
-            [BINDING],
-            wrap=kernel,
+            [],
+            written={"kernel.cpp": f'#include "{kernel}"\n'} | _name_file(name),
+            objects=lambda: [_binding(dtype, device)],
             unchanged=lambda: source_digest(kernel) == digest,
             cflags=flags,
             ldflags=runtime_link_flags(device_library, checked=checked),

@@ -371,11 +371,10 @@ def compiler_that(folder: Path, action: str) -> dict[str, str]:
 
 @pytest.fixture
 def held_compiler(tmp_path: Path) -> tuple[dict[str, str], Path, Path]:
-    """(environment, hold, begun): a compiler that creates ``begun``, then waits while ``hold`` exists."""
+    """(environment, hold, begun): compiling a kernel creates ``begun``, then waits while ``hold`` exists."""
     hold, begun = tmp_path / "hold", tmp_path / "begun"
-    environment = compiler_that(
-        tmp_path / "held", f'touch "{begun}"; while [ -e "{hold}" ]; do sleep 0.05; done'
-    )
+    wait = f'touch "{begun}"; while [ -e "{hold}" ]; do sleep 0.05; done'
+    environment = compiler_that(tmp_path / "held", f'case "$*" in *kernel.cpp*) {wait};; esac')
     return environment, hold, begun
 
 

@@ -6,11 +6,9 @@ writes the checker's log. What comes back is bytes and text, read with suspicion
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -70,21 +68,6 @@ def _flags(dtype: torch.dtype, head_dim: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _made_once(name: str, suffix: str, command: list[str], sources: Sequence[Path]) -> Path:
-    """What a command of ours compiles, kept among the builds until a source or the command changes."""
-    sha = hashlib.sha256(" ".join(command).encode())
-    for source in sources:
-        sha.update(source.read_bytes())
-    path = jit.build_root() / f"grade_{name}_{sha.hexdigest()[:12]}{suffix}"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            subprocess.run([*command, "-o", str(made)], check=True)
-            made.rename(path)
-    return path
-
-
 def _headers() -> list[Path]:
     return [
         path for folder in sandbox.kernel_folders() for path in sorted(folder.rglob("*")) if path.is_file()
@@ -94,7 +77,7 @@ def _headers() -> list[Path]:
 def _entry(dtype: torch.dtype, head_dim: int) -> Path:
     """The compiled entry.cpp, which is ours and the same for all submissions."""
     command = [jit.host_compiler(), *_flags(dtype, head_dim), "-c", str(ENTRY)]
-    return _made_once("entry", ".o", command, [ENTRY, *_headers()])
+    return jit.made_once("grade_entry", ".o", command, [ENTRY, *_headers()])
 
 
 def checked_device() -> Path:
@@ -104,7 +87,7 @@ def checked_device() -> Path:
         jit.host_compiler(), "-fPIC", "-shared", "-std=c++20", "-O2", "-pthread", *jit.library_flags(),
         "-DCPU_DEVICE_CHECKED", *map(str, sources),
     ]  # fmt: skip
-    return _made_once("device", ".so", command, [*sources, *_headers()])
+    return jit.made_once("grade_device", ".so", command, [*sources, *_headers()])
 
 
 def prepare(builds: set[tuple[torch.dtype, int]]) -> None:
