@@ -17,7 +17,12 @@ LIMITS = {(8, 0): 163, (8, 6): 99, (9, 0): 227}
 DEPENDING = [i for i in backward_chapters() if "kMaxSharedBytes" in i.kernel.read_text()]
 
 EACH = pytest.mark.parametrize("info", DEPENDING, ids=lambda info: info.name)
-EACH_CAPABILITY = pytest.mark.parametrize("capability", LIMITS, ids=lambda c: f"{c[0]}{c[1]}")
+# The smallest tiles run every time: the largest are those of the other tests.
+EACH_CAPABILITY = pytest.mark.parametrize(
+    "capability",
+    [c if c == (8, 6) else pytest.param(c, marks=pytest.mark.slow) for c in LIMITS],
+    ids=lambda c: f"{c[0]}{c[1]}",
+)
 
 
 @EACH
@@ -37,8 +42,8 @@ def test_every_tile_shape_fits_and_is_right(
 
 
 @EACH
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=["80", "86"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@EACH_CAPABILITY
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_the_checker_finds_nothing(info: ChapterInfo, capability: tuple[int, int], head_dim: int) -> None:
     chapter = load_chapter(info.name, cpu_models=capability)
     problem = Problem(1, 1, 150, 210, head_dim, torch.float16, is_causal=True)

@@ -337,7 +337,7 @@ def test_heads_lie_on_grid_axis_x(chapter: Chapter, is_causal: bool) -> None:
     """B18: grid axes y and z end at 65535; batch and heads may be more."""
     grids = []
     for batch in (1, 3):
-        problem = Problem(batch, 2, 70, 70, 16, widest_dtype(chapter), is_causal)
+        problem = Problem(batch, 2, 70, 70, 64, widest_dtype(chapter), is_causal)
         report, _ = check_chapter(chapter, problem)
         grids.append([launch.grid[1:] for launch in report.launches])
     few, many = grids

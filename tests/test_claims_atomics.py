@@ -32,6 +32,7 @@ def uncached() -> None:
     claims_atomics._report.cache_clear()
 
 
+@pytest.mark.slow  # 90_claims.ipynb runs the same checks every time
 @pytest.mark.parametrize("number", CHECKS)
 def test_verdicts(number: int) -> None:
     found = CHECKS[number]()

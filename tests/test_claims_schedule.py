@@ -25,6 +25,7 @@ def planted(tmp_path: Path, chapter: str, old: str, new: str) -> Path:
     return path
 
 
+@pytest.mark.slow  # 90_claims.ipynb runs the same checks every time, and has their verdicts among its outputs
 def test_verdicts() -> None:
     found = {entry.number: entry.check() for entry in all_claims() if entry.number in EXPECTED}
     assert {number: verdict.verdict for number, verdict in found.items()} == EXPECTED

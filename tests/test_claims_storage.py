@@ -42,6 +42,7 @@ def test_all_are_there() -> None:
     assert set(CHECKS) == {*EXPECTED, 17}
 
 
+@pytest.mark.slow  # 90_claims.ipynb runs the same checks every time
 @pytest.mark.parametrize("number", EXPECTED)
 def test_verdicts(number: int) -> None:
     verdict = CHECKS[number]()

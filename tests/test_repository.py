@@ -80,7 +80,7 @@ def test_what_a_chapter_builds_on_exists(info: ChapterInfo) -> None:
 
 
 @EACH_CHAPTER
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(80, marks=pytest.mark.slow), 128])
 def test_shared_memory_fits_a_t4(info: ChapterInfo, head_dim: int) -> None:
     if info.number > 8:
         pytest.skip("later chapters need more shared memory, and say so in chapter.toml")

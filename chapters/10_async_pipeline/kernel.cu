@@ -138,8 +138,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     constexpr int kTilesAcross = kPaddedDim / kColsDq;
     const int row = warp / kTilesAcross * kRowsDq, col = warp % kTilesAcross * kColsDq;
     float acc_dq[kRowsDq / 16][kColsDq / 8][4] = {};
-    add_product_at<kBlockN>(acc_dq, smem.sdS[stage], row, lane_offset_ds, smem.sK, col,
-                            lane_offset);
+    const auto load_k = [&](uint32_t (&fragment)[4], int k, int j) {
+      ldmatrix_trans(fragment, at(smem.sK, k, col + j, lane_offset.first));
+    };
+    add_product_at<kBlockN>(acc_dq, smem.sdS[stage], row, lane_offset_ds, load_k);
     add_to_dq<kPaddedDim>(dq, m_block * kBlockM + row, col, acc_dq);
   };
 

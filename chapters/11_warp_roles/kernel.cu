@@ -49,7 +49,8 @@ constexpr int kNumPairs = kBlockN / 32;  // warps of a role
 constexpr int kRoleThreads = 32 * kNumPairs;
 constexpr int kNumThreads = 2 * kRoleThreads;
 
-// With few columns, a warp's rows of K (P role) or V (dS role) fit into its registers.
+// With few columns, a warp's rows of K (P role) or V (dS role) fit into its registers, and of its columns of K, for
+// its share of dQ, the first kKeptRows.
 constexpr bool kKeysInRegisters = kPaddedDim == 64;
 
 using Sizes = BackwardSizes<kBlockM, kBlockN, kPaddedDim>;
@@ -57,6 +58,7 @@ using Sizes = BackwardSizes<kBlockM, kBlockN, kPaddedDim>;
 // A warp's share of dQ.
 constexpr int kRowsDq = kPaddedDim == 64 ? 16 : 32;
 constexpr int kColsDq = kBlockM * kPaddedDim / kRowsDq / (2 * kNumPairs);
+constexpr int kKeptRows = kKeysInRegisters ? 2048 / kColsDq : 0;  // 32 registers
 
 constexpr int kStagesQ = 3;  // read for S, read for dK, being copied
 constexpr int kStages = 2;
@@ -112,10 +114,11 @@ struct TileCopy {
   }
 };
 
-// Starts copying kBlockM numbers, of rows that exist: the scratch arrays are padded to whole tiles.
-__device__ void copy_statistics(float* target, const float* source) {
-  const int thread = threadIdx.x % kRoleThreads;
-  if (thread < kBlockM / 4) cp_async_16(target + 4 * thread, source + 4 * thread);
+// Starts copying kBlockM numbers, of rows that exist: the scratch arrays are padded to whole tiles. By one warp of a
+// role.
+__device__ void copy_statistics(int warp, float* target, const float* source) {
+  const int i = 4 * (static_cast<int>(threadIdx.x % kRoleThreads) - 32 * warp);
+  if (0 <= i && i < kBlockM) cp_async_16(target + i, source + i);
 }
 
 // ---------------------------------------------------------------- a product in slices
@@ -205,14 +208,15 @@ struct Block {
             i < m_blocks.count ? params.seqlen_q : 0};
   }
   __device__ void copy_lse(int i) const {
-    copy_statistics(smem.lse_log2[i % kStages], lse_log2 + (first_row + m_blocks[i] * kBlockM));
+    copy_statistics(1, smem.lse_log2[i % kStages], lse_log2 + (first_row + m_blocks[i] * kBlockM));
   }
   __device__ TileCopy<kBlockM> copy_dout(int i) const {
     return {smem.sdO[i % kStages], dout, params.dout_strides.row, m_blocks[i] * kBlockM,
             i < m_blocks.count ? params.seqlen_q : 0};
   }
   __device__ void copy_delta(int i) const {
-    copy_statistics(smem.neg_delta[i % kStages], neg_delta + (first_row + m_blocks[i] * kBlockM));
+    copy_statistics(0, smem.neg_delta[i % kStages],
+                    neg_delta + (first_row + m_blocks[i] * kBlockM));
   }
 
   __device__ bool is_masked(int i) const {
@@ -231,14 +235,8 @@ struct Block {
     return *reinterpret_cast<const float2*>(tile + 8 * col + lane % 4 * 2);
   }
 
-  // dQ_accum += dS K, of tile i, the share of one warp
-  __device__ void add_dq(int i, int warp) const {
-    constexpr int kTilesAcross = kPaddedDim / kColsDq;
-    const int row = warp / kTilesAcross * kRowsDq, col = warp % kTilesAcross * kColsDq;
-    float acc_dq[kRowsDq / 16][kColsDq / 8][4] = {};
-    add_product_at<kBlockN>(acc_dq, smem.sdS[i % kStages], row, lane_offset_ds, smem.sK, col,
-                            lane_offset);
-    add_to_dq<kPaddedDim>(dq, first_row + m_blocks[i] * kBlockM + row, col, acc_dq);
+  __device__ void load_k(uint32_t (&fragment)[4], int row, int col) const {
+    ldmatrix_trans(fragment, at(smem.sK, row, col, lane_offset.first));
   }
 
   // Writes scale · acc, the 32 rows of this warp, to dK or dV of the head.
@@ -259,6 +257,40 @@ __device__ void load_keys(uint32_t (&keys)[kPaddedDim / 16][2][4],
   }
 }
 
+// A warp's share of dQ.
+struct DqShare {
+  const Block& block;
+  int row, col;  // where it begins
+  uint32_t kept[kKeptRows / 16 + 1][kColsDq / 16]
+               [4];  // of K; one more, for there is no array of none
+
+  __device__ DqShare(const Block& block, int warp)
+      : block(block),
+        row(warp / (kPaddedDim / kColsDq) * kRowsDq),
+        col(warp % (kPaddedDim / kColsDq) * kColsDq) {
+#pragma unroll
+    for (int k = 0; k < kKeptRows; k += 16) {
+#pragma unroll
+      for (int j = 0; j < kColsDq; j += 16) block.load_k(kept[k / 16][j / 16], k, col + j);
+    }
+  }
+  // dQ_accum += dS K, of tile i
+  __device__ void add(int i) const {
+    float acc_dq[kRowsDq / 16][kColsDq / 8][4] = {};
+    const auto load_k = [&](uint32_t (&fragment)[4], int k, int j) {
+      if (k < kKeptRows) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) fragment[n] = kept[k / 16][j / 16][n];
+      } else {
+        block.load_k(fragment, k, col + j);
+      }
+    };
+    add_product_at<kBlockN>(acc_dq, block.smem.sdS[i % kStages], row, block.lane_offset_ds, load_k);
+    add_to_dq<kPaddedDim>(block.dq, block.first_row + block.m_blocks[i] * kBlockM + row, col,
+                          acc_dq);
+  }
+};
+
 // The P role: S, P and dV.
 __device__ void p_role(const Block& block, Element* dv) {
   SharedMemory& smem = block.smem;
@@ -267,6 +299,7 @@ __device__ void p_role(const Block& block, Element* dv) {
   if constexpr (kKeysInRegisters) {
     load_keys(keys, smem.sK + 32 * block.pair, block.lane_offset);
   }
+  const DqShare dq(block, block.pair);
   uint32_t p[kSlices][2][4];  // rounded: the A of dV
 
   // P of tile i, in registers and for the partner.
@@ -329,10 +362,10 @@ __device__ void p_role(const Block& block, Element* dv) {
       with_mask(block.is_masked(i + 1), [&](auto is_masked) { make_p(i + 1, is_masked); });
     }
     // 7. dQ_accum += dS K, of the tile before: by then the other warps' keys are there
-    if (i > 0) block.add_dq(i - 1, block.pair);
+    if (i > 0) dq.add(i - 1);
   }
   barrier_sync(0, kNumThreads);  // dS of the last tile is complete
-  block.add_dq(block.m_blocks.count - 1, block.pair);
+  dq.add(block.m_blocks.count - 1);
   barrier_sync(0, kNumThreads);  // sK is not read any more
   block.store(dv, smem.sV, acc_dv, 1.0f);
 }
@@ -340,21 +373,21 @@ __device__ void p_role(const Block& block, Element* dv) {
 // The dS role: dP, dS and dK.
 __device__ void ds_role(const Block& block, Element* dk) {
   SharedMemory& smem = block.smem;
-  const int warp_dq = kNumPairs + block.pair;
   uint32_t values[kPaddedDim / 16][2][4];
   if constexpr (kKeysInRegisters) {
     load_keys(values, smem.sV + 32 * block.pair, block.lane_offset);
   }
+  const DqShare dq(block, kNumPairs + block.pair);
 
   float acc_dk[2][kPaddedDim / 8][4] = {};
   for (int i = 0; i < block.m_blocks.count; ++i) {
     cp_async_wait<0>();
     barrier_sync(0, kNumThreads);  // as in the P role
-    // First of all, for one warp copies all of them, and the others wait for it.
+    // First of all, for one warp each copies them, and the others wait for it.
     if (i + 1 < block.m_blocks.count) block.copy_delta(i + 1);
     if (i + 2 < block.m_blocks.count) block.copy_lse(i + 2);
     block.copy_dout(i + 1).start_all();
-    if (i > 0) block.add_dq(i - 1, warp_dq);
+    if (i > 0) dq.add(i - 1);
 
     const Element(*sdO)[kPaddedDim] = smem.sdO[i % kStages];
     uint32_t ds[kSlices][2][4];
@@ -442,7 +475,7 @@ __device__ void ds_role(const Block& block, Element* dk) {
     cp_async_commit();
   }
   barrier_sync(0, kNumThreads);  // dS of the last tile is complete
-  block.add_dq(block.m_blocks.count - 1, warp_dq);
+  dq.add(block.m_blocks.count - 1);
   barrier_sync(0, kNumThreads);  // sK is not read any more
   block.store(dk, smem.sK, acc_dk, block.params.softmax_scale);
 }

@@ -53,11 +53,11 @@ __device__ void add_product_ra(float (&acc)[kRowTiles][kCols / 8][4],
   }
 }
 
-// acc [16 kRowTiles, 8 kColTiles] += Aᵀ B: of kInner rows of two tiles, the columns from col_a and from col_b on.
-template <int kInner, int kRowTiles, int kColTiles, int kColsA, int kColsB>
+// acc [16 kRowTiles, 8 kColTiles] += Aᵀ B: kInner rows of a tile, the columns from col_a on, and of B what
+// load_b(fragment, row, col) loads: a fragment of 16 rows and 16 columns.
+template <int kInner, int kRowTiles, int kColTiles, int kColsA, typename LoadB>
 __device__ void add_product_at(float (&acc)[kRowTiles][kColTiles][4], const Element (*a)[kColsA],
-                               int col_a, LaneOffset<kColsA> lane_a, const Element (*b)[kColsB],
-                               int col_b, LaneOffset<kColsB> lane_b) {
+                               int col_a, LaneOffset<kColsA> lane_a, LoadB load_b) {
 #pragma unroll
   for (int k = 0; k < kInner; k += 16) {
     uint32_t fragment_a[kRowTiles][4];
@@ -68,7 +68,7 @@ __device__ void add_product_at(float (&acc)[kRowTiles][kColTiles][4], const Elem
 #pragma unroll
     for (int j = 0; j < kColTiles; j += 2) {
       uint32_t fragment_b[4];
-      ldmatrix_trans(fragment_b, at(b, k, col_b + 8 * j, lane_b.first));
+      load_b(fragment_b, k, 8 * j);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         mma<Element>(acc[i][j], fragment_a[i], fragment_b[0], fragment_b[1]);
