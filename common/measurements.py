@@ -105,6 +105,7 @@ def load_sweep(path: Path) -> StoredSweep:
         data["state"],
         [point for point in points if is_current(point.name, point.source)],
         [LeftOut(**entry) for entry in data["left_out"]],
+        [p for p in (Point(**entry) for entry in data.get("forward", [])) if is_current(p.name, p.source)],
         stale=sorted({point.name for point in points if not is_current(point.name, point.source)}),
     )
 

@@ -291,10 +291,10 @@ def costs(
     return Markdown("\n".join(rows))
 
 
-def beside_sdpa(*chapters: str | int, dtype: str = "bf16") -> Markdown:
+def beside_sdpa(*chapters: str | int, dtype: str = "bf16", forward: bool = False) -> Markdown:
     """Backward TFLOP/s with the card full of work, as ``make bench`` stored them, and the ratio to FLASH.
 
-    Chapters that were edited since they were measured are blank.
+    ``forward``: of the forward pass. Chapters that were edited since they were measured are blank.
     """
     names = ["SDPA FLASH", "SDPA CUDNN", *(load_chapter(chapter).info.name for chapter in chapters)]
     rows: list[str] = []
@@ -309,7 +309,7 @@ def beside_sdpa(*chapters: str | int, dtype: str = "bf16") -> Markdown:
             rows = ["| d, mask | N = " + " | ".join(f"{n:,}" for n in seqlens) + " |"]
             rows.append("|---|" + "---:|" * len(seqlens))
         for name in names:
-            cells = [sweep.cell(name, n) for n in seqlens]
+            cells = [sweep.cell(name, n, forward=forward) for n in seqlens]
             mask = "causal" if causal else "full"
             rows.append(f"| {head_dim}, {mask}: {name} | " + " | ".join(cells) + " |")
     if not rows:

@@ -1,7 +1,8 @@
 """The chapters that use tensor cores beside PyTorch's own kernels, over the sequence length: ``make bench``.
 
-Only backward passes are timed, all in one process and by turns; see ``timing.interleaved_timings``. Each
-chapter's gradients are compared with float64 first, so that no speed of wrong numbers is stored.
+Backward passes are timed, and the forward passes of the chapters that have one of their own, all in one
+process and by turns; see ``timing.interleaved_timings``. Each chapter's results are compared with float64
+first, so that no speed of wrong numbers is stored.
 
 ``python -m common.sweep CHAPTER DTYPE HEAD_DIM`` only builds: ``build_all`` runs many of it at once.
 """
@@ -37,7 +38,7 @@ _BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.
 _CHECKED = (1, 2, 333)  # batch, heads, seqlen that gradients are checked at: whole tiles and a part of one
 _BUILD_LIMIT = 300  # seconds
 
-Backward = Callable[[], object]
+Pass = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class SweepSettings:
 
 @dataclass(frozen=True)
 class Point:
-    """The backward pass of one chapter or SDPA backend at one sequence length."""
+    """The backward or forward pass of one chapter or SDPA backend at one sequence length."""
 
     name: str
     seqlen: int
@@ -95,7 +96,7 @@ class LeftOut:
 
 @dataclass
 class Sweep:
-    """A finished sweep and the machine it ran on.
+    """A finished sweep and the machine it ran on. points: of backward passes.
 
     matmul_tflops: of PyTorch's matrix product, by dtype, in the same process. state: SM clock and power under
     load before and after, as far as they could be read.
@@ -107,24 +108,27 @@ class Sweep:
     state: dict[str, dict[str, float]]
     points: list[Point] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
+    forward: list[Point] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """No chapter failed or was over a budget."""
         return not any(entry.failed for entry in self.left_out)
 
-    def point(self, name: str, seqlen: int) -> Point | None:
+    def point(self, name: str, seqlen: int, *, forward: bool = False) -> Point | None:
         """The measurement of a chapter or an SDPA backend, or None."""
-        return next((p for p in self.points if p.name == name and p.seqlen == seqlen), None)
+        points = self.forward if forward else self.points
+        return next((p for p in points if p.name == name and p.seqlen == seqlen), None)
 
-    def ratio(self, name: str, seqlen: int) -> float | None:
-        """How many times as fast as PyTorch's FLASH backward, or None."""
-        point, flash = self.point(name, seqlen), self.point(FLASH, seqlen)
-        return None if point is None or flash is None else flash.median_ms / point.median_ms
+    def ratio(self, name: str, seqlen: int, *, to: str = FLASH, forward: bool = False) -> float | None:
+        """How many times as fast as PyTorch's FLASH, or as ``to``; or None."""
+        point, other = (self.point(n, seqlen, forward=forward) for n in (name, to))
+        return None if point is None or other is None else other.median_ms / point.median_ms
 
-    def cell(self, name: str, seqlen: int) -> str:
-        """TFLOP/s and the ratio to PyTorch's FLASH backward, for a table; blank if unmeasured."""
-        point, ratio = self.point(name, seqlen), self.ratio(name, seqlen)
+    def cell(self, name: str, seqlen: int, *, forward: bool = False) -> str:
+        """TFLOP/s and the ratio to PyTorch's FLASH, for a table; blank if unmeasured."""
+        point = self.point(name, seqlen, forward=forward)
+        ratio = self.ratio(name, seqlen, forward=forward)
         if point is None:
             return ""
         return f"{point.tflops:.0f}" + (f" ({ratio:.2f} ×)" if ratio and name != FLASH else "")
@@ -247,7 +251,7 @@ def budget_problem(chapter: Chapter, settings: SweepSettings, device: torch.devi
     return "; ".join(str(c) for c in comparisons if not c.ok) or None
 
 
-def _sdpa_backward(backend: SDPBackend, x: Inputs, is_causal: bool) -> Backward:
+def _sdpa_backward(backend: SDPBackend, x: Inputs, is_causal: bool) -> Pass:
     q, k, v = (t.detach().requires_grad_(True) for t in (x.q, x.k, x.v))
     with sdpa_kernel(backend), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the other backends, too
@@ -255,9 +259,20 @@ def _sdpa_backward(backend: SDPBackend, x: Inputs, is_causal: bool) -> Backward:
     return lambda: torch.autograd.grad(out, (q, k, v), x.dout, retain_graph=True)
 
 
+def _sdpa_forward(backend: SDPBackend, x: Inputs, is_causal: bool) -> Pass:
+    q, k, v = (t.detach().requires_grad_(True) for t in (x.q, x.k, x.v))  # so that it computes lse, too
+
+    def forward() -> object:
+        with sdpa_kernel(backend), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    return forward
+
+
 def _chapter_backward(
     chapter: Chapter, x: Inputs, is_causal: bool, outputs: dict[str, tuple[Tensor, Tensor]]
-) -> Backward:
+) -> Pass:
     """``outputs``: out and lse by the chapter that computed them; chapters share forward passes."""
     forward = chapter.forward_chapter
     if forward.name not in outputs:
@@ -270,6 +285,27 @@ def _finish(device: torch.device) -> None:
     """Waits for the GPU. Raises what it met: after an illegal access nothing on it can be measured."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _timings(
+    makers: dict[str, Callable[[], Pass]], repeats: int, device: torch.device
+) -> tuple[dict[str, timing.Timing], dict[str, str]]:
+    """The times of what runs, by turns, and of what does not the reason."""
+    ready: dict[str, Pass] = {}
+    problems: dict[str, str] = {}
+    for name, make in makers.items():
+        try:
+            function = make()
+            function()
+            _finish(device)
+            ready[name] = function
+        except (RuntimeError, NotImplementedError) as error:
+            _finish(device)
+            problems[name] = str(error).partition("\n")[0]
+    timings = timing.interleaved_timings(
+        ready, lambda function, calls: timing.start_calls(function, calls, device), repeats=repeats
+    )
+    return timings, problems
 
 
 def measure(
@@ -312,40 +348,37 @@ def measure(
     for seqlen in sorted(settings.seqlens):
         x = _draw(settings, seqlen, device)
         outputs: dict[str, tuple[Tensor, Tensor]] = {}
-        makers: dict[str, Callable[[], Backward]] = {}
+        makers: dict[str, Callable[[], Pass]] = {}
+        forward_makers: dict[str, Callable[[], Pass]] = {}
         for backend in _BACKENDS:
             name = f"SDPA {backend.name.removesuffix('_ATTENTION')}"
             makers[name] = lambda backend=backend, x=x: _sdpa_backward(backend, x, settings.causal)
+            forward_makers[name] = lambda backend=backend, x=x: _sdpa_forward(backend, x, settings.causal)
         for chapter in chapters:
             makers[chapter.name] = lambda chapter=chapter, x=x, outputs=outputs: _chapter_backward(
                 chapter, x, settings.causal, outputs
             )
-        ready: dict[str, Backward] = {}
-        for name, make in makers.items():
-            try:
-                backward = make()
-                backward()
-                _finish(device)
-                ready[name] = backward
-            except RuntimeError as error:
-                _finish(device)
-                failed = name in sources
-                sweep.left_out.append(LeftOut(name, seqlen, str(error).partition("\n")[0], failed))
-        timings = timing.interleaved_timings(
-            ready,
-            lambda function, calls: timing.start_calls(function, calls, device),
-            repeats=settings.repeats,
-        )
-        sizes = (settings.batch(seqlen), settings.heads, seqlen, seqlen, settings.head_dim, settings.causal)
-        for name, t in timings.items():
-            tflops = timing.backward_flops(*sizes) / t.median / 1e12
-            peak = peaks.get(settings.dtype)
-            sweep.points.append(
-                Point(
-                    name, seqlen, 1e3 * t.median, 1e3 * t.low, 1e3 * t.high, t.calls,
-                    tflops, tflops / peak if peak else None, sources.get(name),
+            if chapter.forward_chapter is chapter:
+                forward_makers[chapter.name] = lambda chapter=chapter, x=x: (
+                    lambda: chapter.forward(x.q, x.k, x.v, is_causal=settings.causal)
                 )
-            )  # fmt: skip
+        passes = [(sweep.points, timing.backward_flops, makers)]
+        if forward_makers.keys() & sources.keys():
+            passes.append((sweep.forward, timing.forward_flops, forward_makers))
+        for points, flops, of_pass in passes:
+            timings, problems = _timings(of_pass, settings.repeats, device)
+            for name, problem in problems.items():
+                sweep.left_out.append(LeftOut(name, seqlen, problem, name in sources))
+            sizes = (settings.batch(seqlen), settings.heads, seqlen, seqlen, settings.head_dim)
+            for name, t in timings.items():
+                tflops = flops(*sizes, settings.causal) / t.median / 1e12
+                peak = peaks.get(settings.dtype)
+                points.append(
+                    Point(
+                        name, seqlen, 1e3 * t.median, 1e3 * t.low, 1e3 * t.high, t.calls,
+                        tflops, tflops / peak if peak else None, sources.get(name),
+                    )
+                )  # fmt: skip
         if report:
             report(sweep, seqlen)
     sweep.state["after"] = gpu_state(device)[0]

@@ -163,8 +163,23 @@ def test_measured_on_the_cpu_device() -> None:
     assert found.ratio(info.name, 100) == pytest.approx(
         found.point("SDPA FLASH", 100).median_ms / found.point(info.name, 100).median_ms
     )
+    assert found.forward == []  # 05 has none of its own
     assert len(reported) == 2
     assert re.search(r"^ +50 +FLASH .*% +05 .*\(.* ×\)$", reported[0])
+
+
+def test_a_forward_pass_of_its_own_is_measured() -> None:
+    info = loaded("09_tensor_cores").info
+    settings = dataclasses.replace(SMALL, seqlens=(50,))
+    found = sweep.measure(settings, [info], {"fp16": 2.0})
+    assert found.ok
+    assert [p.name for p in found.forward] == ["SDPA FLASH", info.name]
+    flash, own = found.forward
+    assert own.source == jit.kernel_digest(info.kernel)
+    assert own.tflops == pytest.approx(2 * 100 * 50 * 128 / own.median_ms / 1e9)
+    assert found.ratio(info.name, 50, forward=True) == pytest.approx(flash.median_ms / own.median_ms)
+    assert found.ratio(info.name, 50, to=info.name, forward=True) == 1
+    assert found.cell(info.name, 50, forward=True).startswith(f"{own.tflops:.0f} (")
 
 
 @pytest.mark.gpu
