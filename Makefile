@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run notebooks lab test test-slow test-all bench train sanitize check experiments counters counters-page readme resources sass diff new-chapter assignment grade lint format clean
+.PHONY: help setup run notebooks lab test test-slow test-all bench train sanitize check experiments counters counters-page profile readme resources sass diff new-chapter assignment grade lint format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,6 +71,9 @@ counters: $(READY) ## Nsight Compute's counters of three chapters, on a GPU, int
 
 counters-page: $(READY) ## compare stored counters with what the checker counts
 	$(PYTHON) -m common.counters --page
+
+profile: $(READY) ## where the time of 09 and later goes, by Nsight Compute, on a GPU, for the notebooks
+	$(PYTHON) -m common.profiling $(ARGS)
 
 readme: $(READY) ## regenerate the tables and pictures of the front pages
 	$(PYTHON) -m common.readme

@@ -231,8 +231,11 @@ def build_all(infos: Iterable[ChapterInfo], dtypes: Iterable[str], head_dims: It
 # ---------------------------------------------------------------------------- measuring
 
 
-def _draw(settings: SweepSettings, seqlen: int, device: torch.device) -> Inputs:
-    """What ``random_inputs`` draws, but on the GPU itself: on the CPU it takes longer than the timing."""
+def draw(settings: SweepSettings, seqlen: int, device: torch.device) -> Inputs:
+    """What ``random_inputs`` draws, but on the GPU itself: on the CPU it takes longer than the timing.
+
+    q, k, v and dout of [batch, heads, seqlen, head_dim] in the settings' dtype.
+    """
     generator = torch.Generator(device).manual_seed(0)
     shape = (settings.batch(seqlen), settings.heads, seqlen, settings.head_dim)
     q, k, v, dout = (torch.randn(shape, generator=generator, device=device) for _ in range(4))
@@ -346,7 +349,7 @@ def measure(
             chapters.append(chapter)
 
     for seqlen in sorted(settings.seqlens):
-        x = _draw(settings, seqlen, device)
+        x = draw(settings, seqlen, device)
         outputs: dict[str, tuple[Tensor, Tensor]] = {}
         makers: dict[str, Callable[[], Pass]] = {}
         forward_makers: dict[str, Callable[[], Pass]] = {}

@@ -228,7 +228,7 @@ def test_a_chapter_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_random_inputs_are_neither_zero_nor_of_mean_zero() -> None:
-    x = sweep._draw(dataclasses.replace(SMALL, tokens=4096), 64, torch.device("cpu"))
+    x = sweep.draw(dataclasses.replace(SMALL, tokens=4096), 64, torch.device("cpu"))
     assert x.q.shape == x.dout.shape == (64, 2, 64, 64)
     assert x.q.dtype == x.dout.dtype == torch.float16
     for tensor, mean in ((x.q, 0), (x.k, 0), (x.v, 0), (x.dout, 0.25)):
