@@ -749,12 +749,12 @@ __device__ void forward_consume(ForwardSharedMemory& smem, const ForwardParams& 
       if (work.count == 1) self.release(&smem.q_empty);
       make_p(0);
       pack_p();
+      mbarrier_wait(&smem.v_full[ForwardStage(tiles).stage], ForwardStage(tiles).parity);
       // S of this tile beside P V of the one before, then P beside that P V.
 #pragma unroll 1
       for (int i = 1; i < work.count; ++i) {
         const ForwardStage at(tiles + i), before(tiles + i - 1);
         mbarrier_wait(&smem.k_full[at.stage], at.parity);
-        mbarrier_wait(&smem.v_full[before.stage], before.parity);
         self.wait_for_turn();
         wgmma_fence(acc_s, acc_o, p);
         issue_s(at.stage);
@@ -766,6 +766,7 @@ __device__ void forward_consume(ForwardSharedMemory& smem, const ForwardParams& 
         self.release(&smem.k_empty[at.stage]);
         if (i + 1 == work.count) self.release(&smem.q_empty);
         const float2 rescale = make_p(i);
+        mbarrier_wait(&smem.v_full[at.stage], at.parity);  // for the next product
         wgmma_wait<0>(acc_o, p);
         self.release(&smem.v_empty[before.stage]);
 #pragma unroll
@@ -773,7 +774,6 @@ __device__ void forward_consume(ForwardSharedMemory& smem, const ForwardParams& 
         pack_p();
       }
       const ForwardStage at(tiles + work.count - 1);
-      mbarrier_wait(&smem.v_full[at.stage], at.parity);
       wgmma_fence(acc_o, p);
       issue_o(at.stage);
       wgmma_commit();
