@@ -792,26 +792,32 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
                    int heads_at_once) {
   ForwardSharedMemory& smem = *dynamic_smem<ForwardSharedMemory>();
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0);
-  if (threadIdx.x == 0) {
-    constexpr int kConsumerWarps = 4 * kForwardConsumers;
-    mbarrier_init(&smem.q_full, 1);
-    mbarrier_init(&smem.q_empty, kConsumerWarps);
-    for (int stage = 0; stage < kForwardStages; ++stage) {
-      mbarrier_init(&smem.k_full[stage], 1);
-      mbarrier_init(&smem.v_full[stage], 1);
-      mbarrier_init(&smem.k_empty[stage], kConsumerWarps);
-      mbarrier_init(&smem.v_empty[stage], kConsumerWarps);
-    }
-    mbarrier_init_fence();
-  }
-  __syncthreads();  // the barriers are there
-
   const ForwardWorkList works(params, heads_at_once);
+  // The mbarriers are there: for the warp that loads, and the consumers.
+  const auto wait_for_barriers = [] {
+    barrier_sync(1 + kForwardConsumers, 32 + kForwardConsumers * kWarpgroupThreads);
+  };
   if (warpgroup == 0) {
     give_up_registers<kForwardConsumers == 3 ? 32 : 24>();
+    if (threadIdx.x >= 32) return;
+    if (threadIdx.x == 0) {
+      constexpr int kConsumerWarps = 4 * kForwardConsumers;
+      mbarrier_init(&smem.q_full, 1);
+      mbarrier_init(&smem.q_empty, kConsumerWarps);
+      for (int stage = 0; stage < kForwardStages; ++stage) {
+        mbarrier_init(&smem.k_full[stage], 1);
+        mbarrier_init(&smem.v_full[stage], 1);
+        mbarrier_init(&smem.k_empty[stage], kConsumerWarps);
+        mbarrier_init(&smem.v_empty[stage], kConsumerWarps);
+      }
+      mbarrier_init_fence();
+    }
+    __syncwarp();
+    wait_for_barriers();
     if (threadIdx.x == 0) forward_produce(smem, maps, works);
   } else {
     take_registers<kForwardConsumers == 3 ? 160 : 240>();
+    wait_for_barriers();
     const ForwardConsumer self{{warpgroup - 1,
                                 static_cast<int>(threadIdx.x % kWarpgroupThreads / 32),
                                 static_cast<int>(threadIdx.x % 32)}};
