@@ -455,15 +455,16 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 constexpr int kForwardConsumers = kPaddedDim == 64 ? 3 : 2;
 constexpr int kForwardM = 64 * kForwardConsumers;  // queries
 constexpr int kForwardN = 128;                     // keys
-constexpr int kForwardStages = 2;                  // of K and of V
+constexpr int kForwardStages = 2;                  // of Q, of K and of V
 constexpr int kForwardThreads = kWarpgroupThreads * (1 + kForwardConsumers);
 
 struct ForwardSharedMemory {
-  Panel<kForwardM> sQ[kPanels];
+  Panel<kForwardM> sQ[kForwardStages][kPanels];
   Panel<kForwardM> sO[kPanels];
   Panel<kForwardN> sK[kForwardStages][kPanels];
   Panel<kForwardN> sV[kForwardStages][kPanels];
-  MBarrier q_full, q_empty;
+  // As in backward. Empty: every consumer warp has read it.
+  MBarrier q_full[kForwardStages], q_empty[kForwardStages];
   MBarrier k_full[kForwardStages], k_empty[kForwardStages];
   MBarrier v_full[kForwardStages], v_empty[kForwardStages];
 };
@@ -508,12 +509,12 @@ struct ForwardWorkList {
   }
 };
 
-// A place in the ring of stages, of the tiles of keys of all tiles of queries so far.
+// Where the i-th tile of a kind that a block loads lies, and the parity of the phase in which it is full.
 struct ForwardStage {
   int stage, parity;
 
-  __device__ explicit ForwardStage(int tile)
-      : stage(tile % kForwardStages), parity(tile / kForwardStages % 2) {}
+  __device__ explicit ForwardStage(int i)
+      : stage(i % kForwardStages), parity(i / kForwardStages % 2) {}
 };
 
 // One thread. K is loaded one tile ahead of V, as the consumers need them.
@@ -540,8 +541,9 @@ __device__ void forward_produce(ForwardSharedMemory& smem, const ForwardTensorMa
       mbarrier_wait(&smem.v_empty[at.stage], at.parity ^ 1);
       load(smem.sV[at.stage], maps.v, &smem.v_full[at.stage], i * kForwardN);
     };
-    mbarrier_wait(&smem.q_empty, num_q % 2 ^ 1);
-    load(smem.sQ, maps.q, &smem.q_full, work.m_start);
+    const ForwardStage at(num_q);
+    mbarrier_wait(&smem.q_empty[at.stage], at.parity ^ 1);
+    load(smem.sQ[at.stage], maps.q, &smem.q_full[at.stage], work.m_start);
     load_k(0);
 #pragma unroll 1
     for (int i = 0; i < work.count; ++i) {
@@ -692,7 +694,7 @@ __device__ __forceinline__ void store_forward(ForwardSharedMemory& smem,
 // nothing: they put the products of one consumer beside the exponentials of the others.
 __device__ void forward_consume(ForwardSharedMemory& smem, const ForwardParams& params,
                                 const ForwardWorkList& works, const ForwardConsumer& self) {
-  const SharedMatrix q = shared_matrix(smem.sQ[0][64 * self.index], 0);
+  const SharedMatrix q = shared_matrix(smem.sQ[0][0][64 * self.index], 0);
   const SharedMatrix k = shared_matrix(smem.sK[0], 0);
   const SharedMatrix v = shared_matrix(smem.sV[0], sizeof(Panel<kForwardN>));
   OnlineSoftmax softmax(params.softmax_scale);
@@ -700,8 +702,9 @@ __device__ void forward_consume(ForwardSharedMemory& smem, const ForwardParams& 
   uint32_t p[kForwardN / 16][4];  // rounded: the A of O
 
   // 1. S = Q Kᵀ  [64, kForwardN], not scaled yet
-  const auto issue_s = [&](int stage) {
-    issue_product_bt<kForwardM, kForwardN>(acc_s, q, k + stage * int(sizeof(smem.sK[0])), false);
+  const auto issue_s = [&](int stage_q, int stage) {
+    issue_product_bt<kForwardM, kForwardN>(acc_s, q + stage_q * int(sizeof(smem.sQ[0])),
+                                           k + stage * int(sizeof(smem.sK[0])), false);
   };
   // 3. O += P V  [64, kPaddedDim]
   const auto issue_o = [&](int stage) {
@@ -736,49 +739,51 @@ __device__ void forward_consume(ForwardSharedMemory& smem, const ForwardParams& 
 #pragma unroll
     for (int n = 0; n < kPaddedDim / 2; ++n) acc_o[n] = 0.0f;
     if (work.count > 0) {
-      mbarrier_wait(&smem.q_full, num_q % 2);
-      {
-        const ForwardStage at(tiles);
-        mbarrier_wait(&smem.k_full[at.stage], at.parity);
-        wgmma_fence(acc_s);
-        issue_s(at.stage);
-        wgmma_commit();
-        wgmma_wait<0>(acc_s);
-        self.release(&smem.k_empty[at.stage]);
-      }
-      if (work.count == 1) self.release(&smem.q_empty);
+      const ForwardStage at_q(num_q), first(tiles), last(tiles + work.count - 1);
+      // S of tile i is there.
+      const auto release_s = [&](int i, int stage) {
+        self.release(&smem.k_empty[stage]);
+        if (i + 1 == work.count) self.release(&smem.q_empty[at_q.stage]);
+      };
+      mbarrier_wait(&smem.q_full[at_q.stage], at_q.parity);
+      mbarrier_wait(&smem.k_full[first.stage], first.parity);
+      wgmma_fence(acc_s);
+      issue_s(at_q.stage, first.stage);
+      wgmma_commit();
+      wgmma_wait<0>(acc_s);
+      release_s(0, first.stage);
       make_p(0);
       pack_p();
-      mbarrier_wait(&smem.v_full[ForwardStage(tiles).stage], ForwardStage(tiles).parity);
-      // S of this tile beside P V of the one before, then P beside that P V.
+      mbarrier_wait(&smem.v_full[first.stage], first.parity);
+      // S of a tile and O of the one before are multiplied together, P is made of S while O is under way.
 #pragma unroll 1
       for (int i = 1; i < work.count; ++i) {
         const ForwardStage at(tiles + i), before(tiles + i - 1);
         mbarrier_wait(&smem.k_full[at.stage], at.parity);
         self.wait_for_turn();
         wgmma_fence(acc_s, acc_o, p);
-        issue_s(at.stage);
+        issue_s(at_q.stage, at.stage);
         wgmma_commit();
         issue_o(before.stage);
         wgmma_commit();
         self.pass_turn();
         wgmma_wait<1>(acc_s);
-        self.release(&smem.k_empty[at.stage]);
-        if (i + 1 == work.count) self.release(&smem.q_empty);
+        release_s(i, at.stage);
         const float2 rescale = make_p(i);
-        mbarrier_wait(&smem.v_full[at.stage], at.parity);  // for the next product
+        // For the next product. Here, because the compiler moves the next wait to before the exponentials if there is
+        // no branch between.
+        mbarrier_wait(&smem.v_full[at.stage], at.parity);
         wgmma_wait<0>(acc_o, p);
         self.release(&smem.v_empty[before.stage]);
 #pragma unroll
         for (int n = 0; n < kPaddedDim / 2; ++n) acc_o[n] *= n % 4 < 2 ? rescale.x : rescale.y;
         pack_p();
       }
-      const ForwardStage at(tiles + work.count - 1);
       wgmma_fence(acc_o, p);
-      issue_o(at.stage);
+      issue_o(last.stage);
       wgmma_commit();
       wgmma_wait<0>(acc_o, p);
-      self.release(&smem.v_empty[at.stage]);
+      self.release(&smem.v_empty[last.stage]);
       tiles += work.count;
       ++num_q;
     }
@@ -802,17 +807,16 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     if (threadIdx.x >= 32) return;
     if (threadIdx.x == 0) {
       constexpr int kConsumerWarps = 4 * kForwardConsumers;
-      mbarrier_init(&smem.q_full, 1);
-      mbarrier_init(&smem.q_empty, kConsumerWarps);
-      for (int stage = 0; stage < kForwardStages; ++stage) {
-        mbarrier_init(&smem.k_full[stage], 1);
-        mbarrier_init(&smem.v_full[stage], 1);
-        mbarrier_init(&smem.k_empty[stage], kConsumerWarps);
-        mbarrier_init(&smem.v_empty[stage], kConsumerWarps);
+      for (int i = 0; i < kForwardStages; ++i) {
+        mbarrier_init(&smem.q_full[i], 1);
+        mbarrier_init(&smem.k_full[i], 1);
+        mbarrier_init(&smem.v_full[i], 1);
+        mbarrier_init(&smem.q_empty[i], kConsumerWarps);
+        mbarrier_init(&smem.k_empty[i], kConsumerWarps);
+        mbarrier_init(&smem.v_empty[i], kConsumerWarps);
       }
       mbarrier_init_fence();
     }
-    __syncwarp();
     wait_for_barriers();
     if (threadIdx.x == 0) forward_produce(smem, maps, works);
   } else {
