@@ -41,7 +41,7 @@ __all__ = [
 PROBLEM = Problem(1, 2, 77, 70, 16, torch.float32)
 # The same for the larger tiles of chapters with tensor cores; so many queries that a pipeline comes round.
 LARGE_PROBLEM = Problem(1, 1, 390, 150, 16, torch.float16)
-# Forward, a block of chapter 12 has several tiles of queries, with one tile of keys or so many that stages come round.
+# Forward, blocks of chapter 12 have several tiles of queries, with one tile of keys or with several each.
 FORWARD_PROBLEMS = [
     replace(LARGE_PROBLEM, num_heads=3, seqlen_k=100),
     replace(LARGE_PROBLEM, num_heads=3, seqlen_k=300),

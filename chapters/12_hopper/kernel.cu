@@ -15,6 +15,9 @@
 //
 // Grid and global scratch: as in 11. Block: a warpgroup that loads and two that compute.
 // Shared memory: K, V; three stages of Q and dO, two of dS.
+//
+// The forward pass, at the end of the file, has the same roles. A consumer owns 64 queries, and the tiles of keys pass
+// by: while it multiplies S of one tile and P V of the tile before, the others make P. One block for each SM.
 #include "common/cuda/alignment.h"
 #include "common/cuda/attention.h"
 #include "common/cuda/barrier.h"
@@ -450,6 +453,11 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 
 // ---------------------------------------------------------------- the forward pass
 
+//   1. S = Q Kᵀ    2. P = exp(softmax_scale · S - m), m and l follow the tiles of keys    3. O += P V
+//
+//   consumer 0 | S(j+1) P V(j) | P(j+1)          | S(j+2) P V(j+1) | ...
+//   consumer 1 | P(j)          | S(j+1) P V(j)   | P(j+1)          | ...
+//
 // A block takes one tile of queries after the other, so that it loads the next while it finishes one. As in backward a
 // thread loads, and consumers multiply; a consumer owns 64 queries of the tile, from S to O.
 constexpr int kForwardConsumers = kPaddedDim == 64 ? 3 : 2;
@@ -684,8 +692,9 @@ __device__ __forceinline__ void store_forward(ForwardSharedMemory& smem,
     const int query = work.m_start + tile_row;
     if (query >= params.seqlen_q || col >= kHeadDim) continue;
     const int chunk = col % kPanelColumns / 8 ^ row % 8;
-    *reinterpret_cast<uint4*>(params.out + (first_row + query) * kHeadDim + col) =
+    const uint4 eight =
         *reinterpret_cast<const uint4*>(&smem.sO[col / kPanelColumns][tile_row][chunk * 8]);
+    *reinterpret_cast<uint4*>(params.out + (first_row + query) * kHeadDim + col) = eight;
   }
   __syncwarp();  // the rows may be written again
 }
@@ -741,8 +750,8 @@ __device__ void forward_consume(ForwardSharedMemory& smem, const ForwardParams& 
     if (work.count > 0) {
       const ForwardStage at_q(num_q), first(tiles), last(tiles + work.count - 1);
       // S of tile i is there.
-      const auto release_s = [&](int i, int stage) {
-        self.release(&smem.k_empty[stage]);
+      const auto release_s = [&](int i, ForwardStage at) {
+        self.release(&smem.k_empty[at.stage]);
         if (i + 1 == work.count) self.release(&smem.q_empty[at_q.stage]);
       };
       mbarrier_wait(&smem.q_full[at_q.stage], at_q.parity);
@@ -751,7 +760,7 @@ __device__ void forward_consume(ForwardSharedMemory& smem, const ForwardParams& 
       issue_s(at_q.stage, first.stage);
       wgmma_commit();
       wgmma_wait<0>(acc_s);
-      release_s(0, first.stage);
+      release_s(0, first);
       make_p(0);
       pack_p();
       mbarrier_wait(&smem.v_full[first.stage], first.parity);
@@ -768,7 +777,7 @@ __device__ void forward_consume(ForwardSharedMemory& smem, const ForwardParams& 
         wgmma_commit();
         self.pass_turn();
         wgmma_wait<1>(acc_s);
-        release_s(i, at.stage);
+        release_s(i, at);
         const float2 rescale = make_p(i);
         // For the next product. Here, because the compiler moves the next wait to before the exponentials if there is
         // no branch between.
