@@ -566,6 +566,7 @@ __device__ void forward_produce(ForwardSharedMemory& smem, const ForwardTensorMa
 // A consumer's place among the threads: it owns queries [m_start + 64 index, m_start + 64 index + 64). The consumers
 // take turns, as in backward, but in a circle of two or three.
 struct ForwardConsumer : Consumer {
+  // Waits until the consumer before this one has issued its products.
   __device__ void wait_for_turn() const { barrier_sync(1 + index, 2 * kWarpgroupThreads); }
   __device__ void pass_turn() const {
     barrier_arrive(1 + (index + 1) % kForwardConsumers, 2 * kWarpgroupThreads);
@@ -807,8 +808,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   ForwardSharedMemory& smem = *dynamic_smem<ForwardSharedMemory>();
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0);
   const ForwardWorkList works(params, heads_at_once);
-  // The mbarriers are there: for the warp that loads, and the consumers.
   const auto wait_for_barriers = [] {
+    // The mbarriers are there: for the warp that loads, and the consumers.
     barrier_sync(1 + kForwardConsumers, 32 + kForwardConsumers * kWarpgroupThreads);
   };
   if (warpgroup == 0) {
