@@ -41,6 +41,11 @@ __all__ = [
 PROBLEM = Problem(1, 2, 77, 70, 16, torch.float32)
 # The same for the larger tiles of chapters with tensor cores; so many queries that a pipeline comes round.
 LARGE_PROBLEM = Problem(1, 1, 390, 150, 16, torch.float16)
+# Forward, blocks of chapter 12 have several tiles of queries, with one tile of keys or with several each.
+FORWARD_PROBLEMS = [
+    replace(LARGE_PROBLEM, num_heads=3, seqlen_k=100),
+    replace(LARGE_PROBLEM, num_heads=3, seqlen_k=300),
+]
 MAX_GRID_Y = 2
 
 
@@ -69,7 +74,10 @@ def verdict(mutant: Mutant, folder: Path) -> str:
         problems.append(replace(first, is_causal=True, deterministic=True))
     if first is LARGE_PROBLEM:
         problems.append(replace(first, head_dim=72))  # wide rows take other ways
-    for problem, backward in product(problems, _passes(info)):
+    calls = list(product(problems, _passes(info)))
+    if first is LARGE_PROBLEM and False in _passes(info):
+        calls += [(problem, False) for problem in FORWARD_PROBLEMS]
+    for problem, backward in calls:
         p = problem
         x = random_inputs(p.batch, p.num_heads, p.seqlen_q, p.head_dim, seqlen_k=p.seqlen_k, dtype=p.dtype)
         options = {"is_causal": p.is_causal, "max_grid_y": MAX_GRID_Y}

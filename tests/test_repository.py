@@ -54,8 +54,8 @@ def test_every_barrier_says_what_it_protects(info: ChapterInfo) -> None:
 @EACH_CHAPTER
 def test_kernel_file_is_short_and_starts_with_what_it_is(info: ChapterInfo) -> None:
     lines = info.kernel.read_text().splitlines()
-    # Pipelines and roles take their space.
-    assert len(lines) <= (300 if info.number <= 8 else 850)
+    # Pipelines and roles take their space, and a forward pass of one's own does.
+    assert len(lines) <= (300 if info.number <= 8 else 930)
     header = next(i for i, line in enumerate(lines) if not line.startswith("//"))
     assert 5 <= header <= 25
     assert lines[0].startswith(f"// {info.name}: ")
@@ -63,7 +63,8 @@ def test_kernel_file_is_short_and_starts_with_what_it_is(info: ChapterInfo) -> N
 
 @EACH_CHAPTER
 def test_main_loop_is_numbered(info: ChapterInfo) -> None:
-    passes = re.split(r"^// -+ backward$", info.kernel.read_text(), flags=re.MULTILINE)
+    heads = r"^// -+ (?:backward|the forward pass)$"
+    passes = re.split(heads, info.kernel.read_text(), flags=re.MULTILINE)
     for text in passes:
         steps = [int(step) for step in re.findall(r"// (\d)\. .*=", text)]
         assert sorted(steps) == list(range(1, len(steps) + 1)), steps

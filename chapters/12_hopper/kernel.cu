@@ -15,6 +15,9 @@
 //
 // Grid and global scratch: as in 11. Block: a warpgroup that loads and two that compute.
 // Shared memory: K, V; three stages of Q and dO, two of dS.
+//
+// The forward pass, at the end of the file, has the same roles. A consumer owns 64 queries, and the tiles of keys pass
+// by: while it multiplies S of one tile and P V of the tile before, the others make P. One block for each SM.
 #include "common/cuda/alignment.h"
 #include "common/cuda/attention.h"
 #include "common/cuda/barrier.h"
@@ -447,6 +450,394 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   }
 }
 
+// ---------------------------------------------------------------- the forward pass
+
+//   1. S = Q Kᵀ    2. P = exp(softmax_scale · S - m), m and l follow the tiles of keys    3. O += P V
+//
+//   consumer 0 | S(j+1) P V(j) | P(j+1)          | S(j+2) P V(j+1) | ...
+//   consumer 1 | P(j)          | S(j+1) P V(j)   | P(j+1)          | ...
+//
+// A block takes one tile of queries after the other, so that it loads the next while it finishes one. As in backward a
+// thread loads, and consumers multiply; a consumer owns 64 queries of the tile, from S to O.
+constexpr int kForwardConsumers = kPaddedDim == 64 ? 3 : 2;
+constexpr int kForwardM = 64 * kForwardConsumers;  // queries
+constexpr int kForwardN = 128;                     // keys
+constexpr int kForwardStages = 2;                  // of Q, of K and of V
+constexpr int kForwardThreads = kWarpgroupThreads * (1 + kForwardConsumers);
+
+struct ForwardSharedMemory {
+  Panel<kForwardM> sQ[kForwardStages][kPanels];
+  Panel<kForwardM> sO[kPanels];
+  Panel<kForwardN> sK[kForwardStages][kPanels];
+  Panel<kForwardN> sV[kForwardStages][kPanels];
+  // As in backward. Empty: every consumer warp has read it.
+  MBarrier q_full[kForwardStages], q_empty[kForwardStages];
+  MBarrier k_full[kForwardStages], k_empty[kForwardStages];
+  MBarrier v_full[kForwardStages], v_empty[kForwardStages];
+};
+static_assert(sizeof(ForwardSharedMemory) <= 227 * 1024, "of a block");
+
+struct ForwardTensorMaps {
+  TensorMap q, k, v;
+};
+
+// One tile of queries. Its queries see keys of the first `count` tiles of keys.
+struct ForwardWork {
+  int batch, head, m_start, count;
+};
+
+// Which tiles of queries a block works on, and in which order. With a causal mask the last queries see the most keys:
+// of heads_at_once heads the long tiles come first. Blocks are dealt tiles forwards and backwards by turns, for else
+// the first block would always get the longest.
+struct ForwardWorkList {
+  const ForwardParams& params;
+  int heads_at_once, num_m_blocks, size;
+
+  __device__ ForwardWorkList(const ForwardParams& params, int heads_at_once)
+      : params(params),
+        heads_at_once(heads_at_once),
+        num_m_blocks((params.seqlen_q + kForwardM - 1) / kForwardM),
+        size(params.batch * params.num_heads * num_m_blocks) {}
+
+  // Of this block's `round`-th tile the place in the order, at or behind `size` if there is none.
+  __device__ int place(int round) const {
+    const int first = round * gridDim.x;
+    return first + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+  }
+  __device__ ForwardWork operator[](int place) const {
+    const int first_head = place / (heads_at_once * num_m_blocks) * heads_at_once;
+    const int heads = min(heads_at_once, params.batch * params.num_heads - first_head);
+    const int i = place - first_head * num_m_blocks;
+    const int head = first_head + i % heads;
+    const int m_start = (params.is_causal ? num_m_blocks - 1 - i / heads : i / heads) * kForwardM;
+    const int last_row = min(m_start + kForwardM, params.seqlen_q) - 1;
+    const int count = (params.num_visible_keys(last_row) + kForwardN - 1) / kForwardN;
+    return {head / params.num_heads, head % params.num_heads, m_start, count};
+  }
+};
+
+// Where the i-th tile of a kind that a block loads lies, and the parity of the phase in which it is full.
+struct ForwardStage {
+  int stage, parity;
+
+  __device__ explicit ForwardStage(int i)
+      : stage(i % kForwardStages), parity(i / kForwardStages % 2) {}
+};
+
+// One thread. K is loaded one tile ahead of V, as the consumers need them.
+__device__ void forward_produce(ForwardSharedMemory& smem, const ForwardTensorMaps& maps,
+                                const ForwardWorkList& works) {
+  int tiles = 0, num_q = 0;  // loaded so far
+  for (int round = 0; works.place(round) < works.size; ++round) {
+    const ForwardWork work = works[works.place(round)];
+    if (work.count == 0) continue;
+    const auto load = [&](auto& tile, const TensorMap& map, MBarrier* full, int row) {
+      mbarrier_expect(full, sizeof(tile));
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        tma_load(tile[panel], map, full, panel * kPanelColumns, row, work.head, work.batch);
+      }
+    };
+    const auto load_k = [&](int i) {
+      const ForwardStage at(tiles + i);
+      mbarrier_wait(&smem.k_empty[at.stage], at.parity ^ 1);
+      load(smem.sK[at.stage], maps.k, &smem.k_full[at.stage], i * kForwardN);
+    };
+    const auto load_v = [&](int i) {
+      const ForwardStage at(tiles + i);
+      mbarrier_wait(&smem.v_empty[at.stage], at.parity ^ 1);
+      load(smem.sV[at.stage], maps.v, &smem.v_full[at.stage], i * kForwardN);
+    };
+    const ForwardStage at(num_q);
+    mbarrier_wait(&smem.q_empty[at.stage], at.parity ^ 1);
+    load(smem.sQ[at.stage], maps.q, &smem.q_full[at.stage], work.m_start);
+    load_k(0);
+#pragma unroll 1
+    for (int i = 0; i < work.count; ++i) {
+      if (i + 1 < work.count) load_k(i + 1);
+      load_v(i);
+    }
+    tiles += work.count;
+    ++num_q;
+  }
+}
+
+// A consumer's place among the threads: it owns queries [m_start + 64 index, m_start + 64 index + 64). The consumers
+// take turns, as in backward, but in a circle of two or three.
+struct ForwardConsumer : Consumer {
+  // Waits until the consumer before this one has issued its products.
+  __device__ void wait_for_turn() const { barrier_sync(1 + index, 2 * kWarpgroupThreads); }
+  __device__ void pass_turn() const {
+    barrier_arrive(1 + (index + 1) % kForwardConsumers, 2 * kWarpgroupThreads);
+  }
+  // Of this lane's first element in the tile of queries, and in a tile of keys; the other row is 8 further on.
+  __device__ int first_row() const { return 64 * index + 16 * warp + lane / 4; }
+  __device__ int first_col() const { return lane % 4 * 2; }
+};
+
+// Over the four lanes that hold a row.
+__device__ __forceinline__ float row_max_of(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+__device__ __forceinline__ float row_sum_of(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+// The softmax of a lane's two rows over the keys seen so far.
+struct OnlineSoftmax {
+  float scale_log2, sign;  // softmax_scale · log2 e; see scores()
+  float row_max[2];        // m · log2 e
+  float row_sum[2];        // the lane's share of l
+
+  __device__ explicit OnlineSoftmax(float softmax_scale)
+      : scale_log2(softmax_scale == 0.0f ? 1.0f : fabsf(softmax_scale) * kLog2e),
+        sign(softmax_scale > 0.0f    ? 1.0f
+             : softmax_scale == 0.0f ? 0.0f
+                                     : -1.0f) {
+    reset();
+  }
+  __device__ void reset() {
+    row_max[0] = row_max[1] = -INFINITY;
+    row_sum[0] = row_sum[1] = 0.0f;
+  }
+
+  // Q Kᵀ times the sign of the scale, for only a positive scale can wait until after the maximum.
+  __device__ __forceinline__ void apply_sign(float (&s)[kForwardN / 2]) const {
+    if (sign == 1.0f) return;
+#pragma unroll
+    for (int n = 0; n < kForwardN / 2; ++n) s[n] *= sign;
+  }
+
+  // m_new = max(m, rowmax S)   P = exp(S - m_new), in place of S   l = exp(m - m_new) · l + rowsum P
+  // Returns exp(m - m_new) of both rows.
+  __device__ __forceinline__ float2 update(float (&s)[kForwardN / 2]) {
+    float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};  // even and odd columns apart
+#pragma unroll
+    for (int n = 0; n < kForwardN / 2; ++n) largest[n % 4] = fmaxf(largest[n % 4], s[n]);
+    float shift[2], rescale[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float tile_max = row_max_of(fmaxf(largest[2 * half], largest[2 * half + 1]));
+      const float new_max = fmaxf(row_max[half], tile_max * scale_log2);
+      // For a row that has seen no key yet -inf - (-inf) would be NaN.
+      shift[half] = new_max == -INFINITY ? 0.0f : new_max;
+      rescale[half] = fast_exp2(row_max[half] - shift[half]);
+      row_max[half] = new_max;
+    }
+    float sum[4] = {};
+#pragma unroll
+    for (int n = 0; n < kForwardN / 2; ++n) {
+      s[n] = fast_exp2(fmaf(s[n], scale_log2, -shift[n % 4 / 2]));
+      sum[n % 4] += s[n];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row_sum[half] = rescale[half] * row_sum[half] + (sum[2 * half] + sum[2 * half + 1]);
+    }
+    return make_float2(rescale[0], rescale[1]);
+  }
+};
+
+// Sets to -inf the scores of hidden keys. first_row, first_key: of this lane's first element.
+__device__ __forceinline__ void hide(float (&s)[kForwardN / 2], const ForwardParams& params,
+                                     int first_row, int first_key) {
+  const int visible[2] = {params.num_visible_keys(first_row) - first_key,
+                          params.num_visible_keys(first_row + 8) - first_key};
+#pragma unroll
+  for (int n = 0; n < kForwardN / 2; ++n) {
+    if (n / 4 * 8 + n % 2 >= visible[n % 4 / 2]) s[n] = -INFINITY;
+  }
+}
+
+// Writes O, and what is known of its rows, through the warp's rows of sO.
+__device__ __forceinline__ void store_forward(ForwardSharedMemory& smem,
+                                              const ForwardParams& params, const ForwardWork& work,
+                                              const ForwardConsumer& self,
+                                              const OnlineSoftmax& softmax,
+                                              const float (&acc_o)[kPaddedDim / 2]) {
+  constexpr float kLn2 = 0.693147181f;
+  const int64_t first_row =  // of this head in out and lse
+      (int64_t(work.batch) * params.num_heads + work.head) * params.seqlen_q;
+  float scale[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float row_max = softmax.row_max[half], row_sum = row_sum_of(softmax.row_sum[half]);
+    // A row without a visible key has l = 0: O = 0 and lse = -inf.
+    scale[half] = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+    const int row = work.m_start + self.first_row() + 8 * half;
+    if (self.lane % 4 != 0 || row >= params.seqlen_q) continue;
+    params.lse[first_row + row] =
+        row_sum == 0.0f ? -INFINITY
+                        : kLn2 * ((row_max == -INFINITY ? 0.0f : row_max) + log2f(row_sum));
+    if (params.row_max != nullptr) params.row_max[first_row + row] = kLn2 * row_max;
+    if (params.row_sum != nullptr) params.row_sum[first_row + row] = row_sum;
+  }
+#pragma unroll
+  for (int k = 0; k < kPaddedDim / 16; ++k) {
+    uint32_t fragment[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      fragment[n] = pack<Element>(scale[n % 2] * acc_o[8 * k + 2 * n],
+                                  scale[n % 2] * acc_o[8 * k + 2 * n + 1]);
+    }
+    stmatrix(self.at(smem.sO, 16 * k), fragment);
+  }
+  __syncwarp();  // the rows are complete
+#pragma unroll
+  for (int n = self.lane; n < 16 * (kPaddedDim / 8); n += 32) {
+    const int row = n / (kPaddedDim / 8), col = n % (kPaddedDim / 8) * 8;
+    const int tile_row = 64 * self.index + 16 * self.warp + row;
+    const int query = work.m_start + tile_row;
+    if (query >= params.seqlen_q || col >= kHeadDim) continue;
+    const int chunk = col % kPanelColumns / 8 ^ row % 8;
+    const uint4 eight =
+        *reinterpret_cast<const uint4*>(&smem.sO[col / kPanelColumns][tile_row][chunk * 8]);
+    *reinterpret_cast<uint4*>(params.out + (first_row + query) * kHeadDim + col) = eight;
+  }
+  __syncwarp();  // the rows may be written again
+}
+
+// Steps 1 to 3 for a consumer's queries. Named barriers 1 to 3 are the turns of consumers 0 to 2. They protect
+// nothing: they put the products of one consumer beside the exponentials of the others.
+__device__ void forward_consume(ForwardSharedMemory& smem, const ForwardParams& params,
+                                const ForwardWorkList& works, const ForwardConsumer& self) {
+  const SharedMatrix q = shared_matrix(smem.sQ[0][0][64 * self.index], 0);
+  const SharedMatrix k = shared_matrix(smem.sK[0], 0);
+  const SharedMatrix v = shared_matrix(smem.sV[0], sizeof(Panel<kForwardN>));
+  OnlineSoftmax softmax(params.softmax_scale);
+  float acc_o[kPaddedDim / 2], acc_s[kForwardN / 2];
+  uint32_t p[kForwardN / 16][4];  // rounded: the A of O
+
+  // 1. S = Q Kᵀ  [64, kForwardN], not scaled yet
+  const auto issue_s = [&](int stage_q, int stage) {
+    issue_product_bt<kForwardM, kForwardN>(acc_s, q + stage_q * int(sizeof(smem.sQ[0])),
+                                           k + stage * int(sizeof(smem.sK[0])), false);
+  };
+  // 3. O += P V  [64, kPaddedDim]
+  const auto issue_o = [&](int stage) {
+#pragma unroll
+    for (int i = 0; i < kForwardN / 16; ++i) {
+      wgmma<Element, Major::m>(acc_o, p[i], v + stage * int(sizeof(smem.sV[0])), i * 2048);
+    }
+  };
+  const auto pack_p = [&] {
+#pragma unroll
+    for (int n = 0; n < kForwardN / 4; ++n) {
+      p[n / 4][n % 4] = pack<Element>(acc_s[2 * n], acc_s[2 * n + 1]);
+    }
+  };
+
+  if (self.index == kForwardConsumers - 1) self.pass_turn();  // consumer 0 has the first
+  int tiles = 0, num_q = 0;                                   // as in forward_produce()
+#pragma unroll 1
+  for (int round = 0; works.place(round) < works.size; ++round) {
+    const ForwardWork work = works[works.place(round)];
+    // Keys that all queries of this consumer see.
+    const int num_seen = params.num_visible_keys(work.m_start + 64 * self.index);
+    // 2. P = exp(S - m), in place
+    const auto make_p = [&](int i) {
+      softmax.apply_sign(acc_s);
+      if ((i + 1) * kForwardN > num_seen) {
+        hide(acc_s, params, work.m_start + self.first_row(), i * kForwardN + self.first_col());
+      }
+      return softmax.update(acc_s);
+    };
+    softmax.reset();
+#pragma unroll
+    for (int n = 0; n < kPaddedDim / 2; ++n) acc_o[n] = 0.0f;
+    if (work.count > 0) {
+      const ForwardStage at_q(num_q), first(tiles), last(tiles + work.count - 1);
+      // S of tile i is there.
+      const auto release_s = [&](int i, ForwardStage at) {
+        self.release(&smem.k_empty[at.stage]);
+        if (i + 1 == work.count) self.release(&smem.q_empty[at_q.stage]);
+      };
+      mbarrier_wait(&smem.q_full[at_q.stage], at_q.parity);
+      mbarrier_wait(&smem.k_full[first.stage], first.parity);
+      wgmma_fence(acc_s);
+      issue_s(at_q.stage, first.stage);
+      wgmma_commit();
+      wgmma_wait<0>(acc_s);
+      release_s(0, first);
+      make_p(0);
+      pack_p();
+      mbarrier_wait(&smem.v_full[first.stage], first.parity);
+      // S of a tile and O of the one before are multiplied together, P is made of S while O is under way.
+#pragma unroll 1
+      for (int i = 1; i < work.count; ++i) {
+        const ForwardStage at(tiles + i), before(tiles + i - 1);
+        mbarrier_wait(&smem.k_full[at.stage], at.parity);
+        self.wait_for_turn();
+        wgmma_fence(acc_s, acc_o, p);
+        issue_s(at_q.stage, at.stage);
+        wgmma_commit();
+        issue_o(before.stage);
+        wgmma_commit();
+        self.pass_turn();
+        wgmma_wait<1>(acc_s);
+        release_s(i, at);
+        const float2 rescale = make_p(i);
+        // For the next product. Here, because the compiler moves the next wait to before the exponentials if there is
+        // no branch between.
+        mbarrier_wait(&smem.v_full[at.stage], at.parity);
+        wgmma_wait<0>(acc_o, p);
+        self.release(&smem.v_empty[before.stage]);
+#pragma unroll
+        for (int n = 0; n < kPaddedDim / 2; ++n) acc_o[n] *= n % 4 < 2 ? rescale.x : rescale.y;
+        pack_p();
+      }
+      wgmma_fence(acc_o, p);
+      issue_o(last.stage);
+      wgmma_commit();
+      wgmma_wait<0>(acc_o, p);
+      self.release(&smem.v_empty[last.stage]);
+      tiles += work.count;
+      ++num_q;
+    }
+    store_forward(smem, params, work, self, softmax, acc_o);
+  }
+  if (self.index == 0) self.wait_for_turn();  // no thread arrives at a barrier that nobody waits at
+}
+
+__global__ void __launch_bounds__(kForwardThreads, 1)
+    forward_kernel(const ForwardParams params, const __grid_constant__ ForwardTensorMaps maps,
+                   int heads_at_once) {
+  ForwardSharedMemory& smem = *dynamic_smem<ForwardSharedMemory>();
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0);
+  const ForwardWorkList works(params, heads_at_once);
+  const auto wait_for_barriers = [] {
+    // The mbarriers are there: for the warp that loads, and the consumers.
+    barrier_sync(1 + kForwardConsumers, 32 + kForwardConsumers * kWarpgroupThreads);
+  };
+  if (warpgroup == 0) {
+    give_up_registers<kForwardConsumers == 3 ? 32 : 24>();
+    if (threadIdx.x >= 32) return;
+    if (threadIdx.x == 0) {
+      constexpr int kConsumerWarps = 4 * kForwardConsumers;
+      for (int i = 0; i < kForwardStages; ++i) {
+        mbarrier_init(&smem.q_full[i], 1);
+        mbarrier_init(&smem.k_full[i], 1);
+        mbarrier_init(&smem.v_full[i], 1);
+        mbarrier_init(&smem.q_empty[i], kConsumerWarps);
+        mbarrier_init(&smem.k_empty[i], kConsumerWarps);
+        mbarrier_init(&smem.v_empty[i], kConsumerWarps);
+      }
+      mbarrier_init_fence();
+    }
+    wait_for_barriers();
+    if (threadIdx.x == 0) forward_produce(smem, maps, works);
+  } else {
+    take_registers<kForwardConsumers == 3 ? 160 : 240>();
+    wait_for_barriers();
+    const ForwardConsumer self{{warpgroup - 1,
+                                static_cast<int>(threadIdx.x % kWarpgroupThreads / 32),
+                                static_cast<int>(threadIdx.x % 32)}};
+    forward_consume(smem, params, works, self);
+  }
+}
+
 }  // namespace
 
 void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
@@ -476,4 +867,38 @@ cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaS
                   stream, params, maps, main.lse_log2, main.neg_delta, main.dq_accum,
                   main.first_n_block, main.heads_at_once);
   });
+}
+
+void describe_workspace(const ForwardParams&, WorkspaceLayout&) {}
+
+cudaError_t launch_forward(const ForwardParams& params, void*, cudaStream_t stream) {
+  if (!rows_are_aligned(params)) return cudaErrorInvalidValue;
+  cudaError_t error = cudaSuccess;
+  const auto map = [&](const char* name, const Element* data, const TensorStrides& strides,
+                       int rows, int tile_rows) {
+    TensorMap map{};
+    if (error != cudaSuccess) return map;
+    error = make_tensor_map<Element>(&map, name,
+                                     {data, kHeadDim, rows, params.num_heads, params.batch,
+                                      strides.row, strides.head, strides.batch},
+                                     tile_rows);
+    return map;
+  };
+  const ForwardTensorMaps maps{map("q", params.q, params.q_strides, params.seqlen_q, kForwardM),
+                               map("k", params.k, params.k_strides, params.seqlen_k, kForwardN),
+                               map("v", params.v, params.v_strides, params.seqlen_k, kForwardN)};
+  if (error != cudaSuccess) return error;
+  int device = 0, num_sms = 1;
+  cudaGetDevice(&device);
+  error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  const int heads = params.batch * params.num_heads;
+  const int num_tiles = heads * ((params.seqlen_q + kForwardM - 1) / kForwardM);
+  // With a causal mask, as many heads as the L2 cache keeps the keys and values of.
+  constexpr int64_t kBytes = 32 * 1024 * 1024;
+  const int64_t fitting = kBytes / (int64_t(params.seqlen_k) * kHeadDim * 2 * sizeof(Element));
+  const int together =
+      params.is_causal ? static_cast<int>(max(int64_t(1), min(fitting, int64_t(heads)))) : 1;
+  return launch(forward_kernel, dim3(min(num_tiles, min(num_sms, FA2_MAX_GRID_Y))),
+                dim3(kForwardThreads), sizeof(ForwardSharedMemory), stream, params, maps, together);
 }
