@@ -17,7 +17,8 @@
 // Shared memory: K, V; three stages of Q and dO, two of dS.
 //
 // The forward pass, at the end of the file, has the same roles. A consumer owns 64 queries, and the tiles of keys pass
-// by: while it multiplies S of one tile and P V of the tile before, the others make P. One block for each SM.
+// by: while it multiplies S of one tile and P V of the tile before, the others make P. Grid: a block for each SM, or for
+// each tile of queries.
 #include "common/cuda/alignment.h"
 #include "common/cuda/attention.h"
 #include "common/cuda/barrier.h"
@@ -218,15 +219,20 @@ __device__ __forceinline__ void hide(float (&x)[kBlockM / 2], const Block& block
   }
 }
 
-// Writes scale · acc, this warp's 16 keys of dK or dV, through the warp's rows of `panels`: rows of memory are longer
-// than those of fragments.
-__device__ void store(Element* gradient, Panel<kBlockN>* panels, const Block& block,
-                      const Consumer& self, const float (&acc)[kPaddedDim / 2], float scale) {
+// Writes acc, this warp's 16 rows of a tile that begins at row_start, to a dense matrix with num_rows rows: the upper 8
+// times one scale, the lower 8 times another. Through the warp's rows of `panels`, for rows of memory are longer than
+// those of fragments.
+template <int kRows>
+__device__ __forceinline__ void store_rows(Element* matrix, int row_start, int num_rows,
+                                           Panel<kRows>* panels, const Consumer& self,
+                                           const float (&acc)[kPaddedDim / 2], float upper,
+                                           float lower) {
 #pragma unroll
   for (int k = 0; k < kPaddedDim / 16; ++k) {
     uint32_t fragment[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
+      const float scale = n % 2 == 0 ? upper : lower;
       fragment[n] = pack<Element>(scale * acc[8 * k + 2 * n], scale * acc[8 * k + 2 * n + 1]);
     }
     stmatrix(self.at(panels, 16 * k), fragment);
@@ -234,13 +240,13 @@ __device__ void store(Element* gradient, Panel<kBlockN>* panels, const Block& bl
   __syncwarp();  // the rows are complete
 #pragma unroll
   for (int n = self.lane; n < 16 * (kPaddedDim / 8); n += 32) {
-    const int row = n / (kPaddedDim / 8), col = n % (kPaddedDim / 8) * 8;
-    const int tile_row = kConsumerKeys * self.index + 16 * self.warp + row;
-    const int key = block.n_start + tile_row;
-    if (key >= block.params.seqlen_k || col >= kHeadDim) continue;
+    const int col = n % (kPaddedDim / 8) * 8;
+    const int row = 64 * self.index + 16 * self.warp + n / (kPaddedDim / 8);
+    if (row_start + row >= num_rows || col >= kHeadDim) continue;
     const int chunk = col % kPanelColumns / 8 ^ row % 8;
-    *reinterpret_cast<uint4*>(gradient + int64_t(key) * kHeadDim + col) =
-        *reinterpret_cast<const uint4*>(&panels[col / kPanelColumns][tile_row][chunk * 8]);
+    const uint4 eight =
+        *reinterpret_cast<const uint4*>(&panels[col / kPanelColumns][row][chunk * 8]);
+    *reinterpret_cast<uint4*>(matrix + int64_t(row_start + row) * kHeadDim + col) = eight;
   }
   __syncwarp();  // the rows may be written again
 }
@@ -399,8 +405,9 @@ __device__ void consume(const Block& block, const Consumer& self, Element* dk, E
     add_all_of_dq(count - 1);
   }
   // Through this consumer's rows of V, which nobody else has read, and it itself before its last turn.
-  store(dv, smem.sV, block, self, acc_dv, 1.0f);
-  store(dk, smem.sV, block, self, acc_dk, block.params.softmax_scale);
+  const float scale = block.params.softmax_scale;
+  store_rows(dv, block.n_start, block.params.seqlen_k, smem.sV, self, acc_dv, 1.0f, 1.0f);
+  store_rows(dk, block.n_start, block.params.seqlen_k, smem.sV, self, acc_dk, scale, scale);
 }
 
 // Outer K: a block owns kBlockN keys of one head and walks over the queries. The grid has the blocks of keys from
@@ -457,7 +464,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 //   consumer 0 | S(j+1) P V(j) | P(j+1)          | S(j+2) P V(j+1) | ...
 //   consumer 1 | P(j)          | S(j+1) P V(j)   | P(j+1)          | ...
 //
-// A block takes one tile of queries after the other, so that it loads the next while it finishes one. As in backward a
+// A block may take one tile of queries after the other, and loads the next while it finishes one. As in backward a
 // thread loads, and consumers multiply; a consumer owns 64 queries of the tile, from S to O.
 constexpr int kForwardConsumers = kPaddedDim == 64 ? 3 : 2;
 constexpr int kForwardM = 64 * kForwardConsumers;  // queries
@@ -674,29 +681,8 @@ __device__ __forceinline__ void store_forward(ForwardSharedMemory& smem,
     if (params.row_max != nullptr) params.row_max[first_row + row] = kLn2 * row_max;
     if (params.row_sum != nullptr) params.row_sum[first_row + row] = row_sum;
   }
-#pragma unroll
-  for (int k = 0; k < kPaddedDim / 16; ++k) {
-    uint32_t fragment[4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      fragment[n] = pack<Element>(scale[n % 2] * acc_o[8 * k + 2 * n],
-                                  scale[n % 2] * acc_o[8 * k + 2 * n + 1]);
-    }
-    stmatrix(self.at(smem.sO, 16 * k), fragment);
-  }
-  __syncwarp();  // the rows are complete
-#pragma unroll
-  for (int n = self.lane; n < 16 * (kPaddedDim / 8); n += 32) {
-    const int row = n / (kPaddedDim / 8), col = n % (kPaddedDim / 8) * 8;
-    const int tile_row = 64 * self.index + 16 * self.warp + row;
-    const int query = work.m_start + tile_row;
-    if (query >= params.seqlen_q || col >= kHeadDim) continue;
-    const int chunk = col % kPanelColumns / 8 ^ row % 8;
-    const uint4 eight =
-        *reinterpret_cast<const uint4*>(&smem.sO[col / kPanelColumns][tile_row][chunk * 8]);
-    *reinterpret_cast<uint4*>(params.out + (first_row + query) * kHeadDim + col) = eight;
-  }
-  __syncwarp();  // the rows may be written again
+  store_rows(params.out + first_row * kHeadDim, work.m_start, params.seqlen_q, smem.sO, self, acc_o,
+             scale[0], scale[1]);
 }
 
 // Steps 1 to 3 for a consumer's queries. Named barriers 1 to 3 are the turns of consumers 0 to 2. They protect
@@ -838,6 +824,23 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   }
 }
 
+// Makes the maps of a launch's tensors. After an error it makes no more.
+struct TensorMapMaker {
+  const AttentionSizes& sizes;
+  cudaError_t error = cudaSuccess;
+
+  TensorMap operator()(const char* name, const Element* data, const TensorStrides& strides,
+                       int rows, int tile_rows) {
+    TensorMap map{};
+    if (error != cudaSuccess) return map;
+    error = make_tensor_map<Element>(&map, name,
+                                     {data, kHeadDim, rows, sizes.num_heads, sizes.batch,
+                                      strides.row, strides.head, strides.batch},
+                                     tile_rows);
+    return map;
+  }
+};
+
 }  // namespace
 
 void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
@@ -846,22 +849,12 @@ void describe_workspace(const BackwardParams& params, WorkspaceLayout& layout) {
 
 cudaError_t launch_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
   if (!rows_are_aligned(params)) return cudaErrorInvalidValue;
-  cudaError_t error = cudaSuccess;
-  const auto map = [&](const char* name, const Element* data, const TensorStrides& strides,
-                       int rows, int tile_rows) {
-    TensorMap map{};
-    if (error != cudaSuccess) return map;
-    error = make_tensor_map<Element>(&map, name,
-                                     {data, kHeadDim, rows, params.num_heads, params.batch,
-                                      strides.row, strides.head, strides.batch},
-                                     tile_rows);
-    return map;
-  };
+  TensorMapMaker map{params};
   const TensorMaps maps{map("q", params.q, params.q_strides, params.seqlen_q, kBlockM),
                         map("k", params.k, params.k_strides, params.seqlen_k, kBlockN),
                         map("v", params.v, params.v_strides, params.seqlen_k, kBlockN),
                         map("dout", params.dout, params.dout_strides, params.seqlen_q, kBlockM)};
-  if (error != cudaSuccess) return error;
+  if (map.error != cudaSuccess) return map.error;
   return launch_all<Sizes>(params, workspace, stream, [&](const MainLaunch& main) {
     return launch(backward_kernel, dim3(main.num_blocks), dim3(kNumThreads), sizeof(SharedMemory),
                   stream, params, maps, main.lse_log2, main.neg_delta, main.dq_accum,
@@ -873,24 +866,15 @@ void describe_workspace(const ForwardParams&, WorkspaceLayout&) {}
 
 cudaError_t launch_forward(const ForwardParams& params, void*, cudaStream_t stream) {
   if (!rows_are_aligned(params)) return cudaErrorInvalidValue;
-  cudaError_t error = cudaSuccess;
-  const auto map = [&](const char* name, const Element* data, const TensorStrides& strides,
-                       int rows, int tile_rows) {
-    TensorMap map{};
-    if (error != cudaSuccess) return map;
-    error = make_tensor_map<Element>(&map, name,
-                                     {data, kHeadDim, rows, params.num_heads, params.batch,
-                                      strides.row, strides.head, strides.batch},
-                                     tile_rows);
-    return map;
-  };
+  TensorMapMaker map{params};
   const ForwardTensorMaps maps{map("q", params.q, params.q_strides, params.seqlen_q, kForwardM),
                                map("k", params.k, params.k_strides, params.seqlen_k, kForwardN),
                                map("v", params.v, params.v_strides, params.seqlen_k, kForwardN)};
-  if (error != cudaSuccess) return error;
+  if (map.error != cudaSuccess) return map.error;
   int device = 0, num_sms = 1;
   cudaGetDevice(&device);
-  error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  const cudaError_t error =
+      cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   const int heads = params.batch * params.num_heads;
   const int num_tiles = heads * ((params.seqlen_q + kForwardM - 1) / kForwardM);
@@ -899,6 +883,10 @@ cudaError_t launch_forward(const ForwardParams& params, void*, cudaStream_t stre
   const int64_t fitting = kBytes / (int64_t(params.seqlen_k) * kHeadDim * 2 * sizeof(Element));
   const int together =
       params.is_causal ? static_cast<int>(max(int64_t(1), min(fitting, int64_t(heads)))) : 1;
-  return launch(forward_kernel, dim3(min(num_tiles, min(num_sms, FA2_MAX_GRID_Y))),
-                dim3(kForwardThreads), sizeof(ForwardSharedMemory), stream, params, maps, together);
+  // A block on each SM loads the next tile of queries while it finishes one. But tiles that are long, and not equally
+  // so, are better given to whichever SM is free.
+  const bool is_one_each = params.is_causal && kPaddedDim == 128 && params.seqlen_k >= 2048;
+  const int num_blocks = is_one_each ? num_tiles : min(num_tiles, min(num_sms, FA2_MAX_GRID_Y));
+  return launch(forward_kernel, dim3(num_blocks), dim3(kForwardThreads),
+                sizeof(ForwardSharedMemory), stream, params, maps, together);
 }
