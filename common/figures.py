@@ -294,6 +294,28 @@ def draw_ladder(ladder: Ladder, path: Path | None = None) -> Figure:
 # ---------------------------------------------------------------------------- beside PyTorch's kernels
 
 
+def draw_training(runs: Mapping[str, Sequence[float]]) -> Figure:
+    """The losses of several runs over the step, and what each differs from the first by.
+
+    ``runs``: losses by the run's name.
+    """
+    figure = new_figure(9.5, 3.4)
+    curves, differences = figure.subplots(1, 2)
+    (first, reference), *_ = runs.items()
+    for i, (name, losses) in enumerate(runs.items()):
+        style = {"color": CURVE_COLOURS[i], "linestyle": ("-", "--", ":")[i % 3], "label": name}
+        curves.plot(losses, **style)
+        if name != first:
+            differences.plot([a - b for a, b in zip(losses, reference, strict=True)], **style)
+    curves.set_ylabel("loss, nats a character")
+    differences.set_ylabel(f"loss minus that of {first}")
+    for axes in (curves, differences):
+        axes.set_xlabel("step")
+        axes.legend(fontsize=8, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def draw_sweep(sweeps: Sequence[Sweep], path: Path | None = None) -> Figure:
     """Backward speed against the sequence length, a panel for each sweep, on one scale.
 

@@ -39,7 +39,7 @@ UNITS = {
 REASONS = {
     "selected": "issues an instruction",
     "wait": "fixed latency of its last instruction",
-    "short_scoreboard": "data from shared memory",
+    "short_scoreboard": "data from shared memory, an exponential",
     "math_pipe_throttle": "a pipe is busy",
     "gmma": "products of a warpgroup",
     "barrier": "a barrier",

@@ -33,6 +33,7 @@ from common.figures import (
     draw_shared_access,
     draw_tiles,
     draw_traffic,
+    draw_training,
 )
 from common.ladder import Ladder, Rung, Settings
 from common.reference import Comparison, visible_mask
@@ -470,3 +471,11 @@ def test_labels_do_not_overlap() -> None:
     axes.set_ylim(0, 1)
     label_ends(axes, [EndLabel(1, 0.5, "07"), EndLabel(1, 0.5, "05"), EndLabel(1, 0.9, "01")], join=True)
     assert [text.get_text() for text in axes.texts] == ["05 07", "01"]
+
+
+def test_training_shows_curves_and_differences() -> None:
+    figure = draw_training({"one": [3.0, 2.0], "other": [3.5, 2.25]})
+    curves, differences = figure.axes
+    assert [list(line.get_ydata()) for line in curves.lines] == [[3.0, 2.0], [3.5, 2.25]]
+    assert [list(line.get_ydata()) for line in differences.lines] == [[0.5, 0.25]]
+    assert differences.get_ylabel() == "loss minus that of one"

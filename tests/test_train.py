@@ -12,10 +12,11 @@ from common import list_chapters, train
 
 def test_losses_agree() -> None:
     found = train.compare(replace(train.SMALL, steps=4), torch.device("cpu"))
-    ours, sdpa = (found["runs"][name]["losses"] for name in ("ours", "SDPA"))
+    ours, sdpa, again = (found["runs"][name]["losses"] for name in ("ours", "SDPA", "SDPA again"))
     assert len(ours) == len(sdpa) == 4
     assert ours == pytest.approx(sdpa, rel=5e-3)
-    assert ours[-1] < ours[0]
+    assert again == pytest.approx(sdpa, rel=5e-3)
+    assert len(set(ours)) == 4  # it moves; in so few steps the loss may rise as well as fall
 
 
 def test_other_gradients_would_be_noticed() -> None:
