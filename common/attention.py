@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from common import jit, validation
-from common.chapters import Chapter, ChapterInfo, list_chapters, open_chapter
+from common.chapters import CHAPTERS, Chapter, ChapterInfo, list_chapters, open_chapter
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -67,9 +69,19 @@ def _has_tangent(tensor: object) -> bool:
 
 def default_chapter(dtype: torch.dtype, head_dim: int, device: torch.device) -> ChapterInfo:
     """The last chapter that takes such tensors; if none does, the last of those that take the most dtypes."""
+    capability = jit.compute_capability(device) if device.type == "cuda" else None
+    return _default_chapter(dtype, head_dim, capability, CHAPTERS.stat().st_mtime_ns)
+
+
+# Each call of flash_attention asks twice, and reading all of chapter.toml takes longer than many a kernel.
+# ``folder_changed`` tells whether a chapter has come or gone.
+@functools.cache
+def _default_chapter(
+    dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None, folder_changed: int
+) -> ChapterInfo:
     infos = list_chapters()[::-1]
     for info in infos:
-        can_run = device.type != "cuda" or info.runs_on(jit.compute_capability(device))
+        can_run = capability is None or info.runs_on(capability)
         if dtype in info.dtypes and head_dim in info.head_dims and can_run:
             return info
     return max(infos, key=lambda info: len(info.dtypes))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import backward_chapters, draw, run_and_check, same_bits
 
-from common import ChapterInfo, flash_attention, jit, load_chapter
+from common import ChapterInfo, chapters, flash_attention, jit, load_chapter
 from common.attention import default_chapter
 from common.check import compare_outputs
 from common.formulas import Problem
@@ -95,3 +95,12 @@ def test_the_default_is_the_last_chapter_that_takes_the_tensors() -> None:
     assert numbers[0] == max(i.number for i in backward_chapters() if torch.float32 in i.dtypes)
     assert numbers[1] == max(i.number for i in backward_chapters() if torch.bfloat16 in i.dtypes)
     assert numbers[0] < numbers[1]
+
+
+def test_chapters_are_not_read_again_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them all takes milliseconds, which a training step would pay for each layer, twice."""
+    x = random_inputs(1, 1, 5, 64, dtype=torch.bfloat16)
+    flash_attention(x.q, x.k, x.v)
+    monkeypatch.setattr(chapters, "_read_info", lambda folder: pytest.fail(f"{folder} was read again"))
+    q = x.q.clone().requires_grad_()
+    flash_attention(q, x.k, x.v).sum().backward()
