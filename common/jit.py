@@ -441,7 +441,9 @@ def made_once(name: str, suffix: str, command: list[str], sources: Sequence[Path
                     raise BuildError(
                         f"{name} does not compile:\n{compiler_lines(ended.stderr)}", ended.stderr
                     )
-                made.rename(path)
+                # Where two made it at once the first stays: somebody may have it open by now.
+                with contextlib.suppress(FileExistsError):
+                    os.link(made, path)
         except OSError as error:
             raise _unwritable(error) from None
     return path
