@@ -51,8 +51,9 @@ def test_a_wrong_gradient_fails(tmp_path: Path) -> None:
     info = LATER[-1]
     wrong = tmp_path / "kernel.cu"
     text = info.kernel.read_text()
-    assert text.count("block.params.softmax_scale);") == 1
-    wrong.write_text(text.replace("block.params.softmax_scale);", "1.0f);"))
+    scale_of_dk = "const float scale = block.params.softmax_scale;"
+    assert text.count(scale_of_dk) == 1
+    wrong.write_text(text.replace(scale_of_dk, "const float scale = 1.0f;"))
     program = build_for_cpu(info, tmp_path, wrong)
     assert subprocess.run([str(program)], capture_output=True, check=False).returncode == 1
 
