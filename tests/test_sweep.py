@@ -346,6 +346,19 @@ def as_base(stored: measurements.StoredSweep) -> sweep.Sweep:
     return sweep.Sweep(**values)
 
 
+def test_forward_passes_are_stored_and_edited_ones_are_not_shown(tmp_path: Path) -> None:
+    measured = a_sweep()
+    name = next(name for name in NAMES if not name.startswith("SDPA"))
+    measured.forward = [dataclasses.replace(p, tflops=p.tflops / 2) for p in measured.points]
+    stored = measurements.load_sweep(measurements.store_sweep(measured, tmp_path))
+    assert stored.forward == measured.forward
+    measured.forward = [dataclasses.replace(p, source=p.source and "another") for p in measured.forward]
+    stored = measurements.load_sweep(measurements.store_sweep(measured, tmp_path))
+    assert stored.point(name, 512, forward=True) is None
+    assert stored.point(sweep.FLASH, 512, forward=True) is not None
+    assert stored.point(name, 512) is not None
+
+
 def test_stored_and_loaded(tmp_path: Path) -> None:
     measured = a_sweep()
     path = measurements.store_sweep(measured, tmp_path)
