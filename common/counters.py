@@ -13,7 +13,6 @@ import datetime
 import io
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from common import jit
+from common import jit, ncu
 from common.chapters import load_chapter
 from common.check import check_chapter
 from common.formulas import Problem
@@ -121,18 +120,12 @@ def _bare_name(kernel: str) -> str:
     return re.split(r"[<(]", name)[0].split()[-1]
 
 
-def _profile(name: str, ncu: str) -> dict[str, dict[str, float]]:
+def _profile(name: str) -> dict[str, dict[str, float]]:
     """Kernel → metric → value; kernels of one name are added up."""
     kernels = sorted(set(re.findall(r"\b\w+_kernel\b", load_chapter(name).info.kernel.read_text())))
-    command = [
-        ncu, "--clock-control", "none", "--csv", "--print-units", "base", "--page", "raw",
-        "--kernel-name", f"regex:^({'|'.join(kernels)})", "--metrics", ",".join(c.metric for c in COUNTERS),
-        sys.executable, "-m", "common.counters", _WORKER, name,
-    ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, cwd=jit.REPO_ROOT, check=False)
-    if result.returncode != 0:
-        raise RuntimeError(f"ncu failed on {name}:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
-    table = result.stdout[result.stdout.index('"ID"') :]
+    options = ["--clock-control", "none", "--kernel-name", f"regex:^({'|'.join(kernels)})"]
+    options += ["--metrics", ",".join(c.metric for c in COUNTERS)]
+    table = ncu.raw_table(options, ["common.counters", _WORKER, name])
     values: dict[str, dict[str, float]] = {}
     for row in csv.DictReader(io.StringIO(table)):
         if not row["ID"]:
@@ -146,12 +139,10 @@ def _profile(name: str, ncu: str) -> dict[str, dict[str, float]]:
 
 def measure(folder: Path) -> int:
     """Profiles the chapters and stores the counters. Returns the exit status."""
-    ncu = shutil.which("ncu")
-    if problem := jit.cuda_problem() or (None if ncu else "ncu is not on PATH"):
+    if problem := ncu.problem():
         print(f"nothing to measure: {problem}", file=sys.stderr)
         return 2
-    assert ncu is not None
-    version = subprocess.run([ncu, "--version"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run(["ncu", "--version"], capture_output=True, text=True, check=True).stdout
     data = {
         "machine": {
             "device": torch.cuda.get_device_name(),
@@ -165,7 +156,7 @@ def measure(folder: Path) -> int:
     }
     for name in CHAPTERS:
         _run_on_gpu(name)  # builds, outside of the profiler
-        values = _profile(name, ncu)
+        values = _profile(name)
         data["chapters"][name] = {
             "source": jit.kernel_digest(load_chapter(name).info.kernel),
             "kernels": values,
@@ -194,13 +185,13 @@ def _rows(measured: dict[str, dict[str, float]], traffic: Traffic) -> Iterable[s
     for kernel, values in measured.items():
         part = traffic.of_kernel(kernel)
         for counter in COUNTERS:
-            ncu = values[counter.metric]
+            seen = values[counter.metric]
             counted = None if counter.counted is None else counter.counted(part)
-            if not ncu and not counted:
+            if not seen and not counted:
                 continue
-            ratio = f"{ncu / counted:.3f}" if counted else ""
+            ratio = f"{seen / counted:.3f}" if counted else ""
             shown = "" if counted is None else f"{counted:,}"
-            yield f"| `{kernel}` | {counter.title} | {shown} | {ncu:,.0f} | {ratio} |"
+            yield f"| `{kernel}` | {counter.title} | {shown} | {seen:,.0f} | {ratio} |"
 
 
 def page(text: str) -> str:

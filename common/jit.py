@@ -432,7 +432,10 @@ def made_once(name: str, suffix: str, command: list[str], sources: Sequence[Path
     if not path.is_file():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            # Whoever waited finds it made: a sandbox may have the file open, and must not lose it to another.
+            with _exclusive(path), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                if path.is_file():
+                    return path
                 made = Path(folder) / path.name
                 ended = subprocess.run(
                     [*command, "-o", str(made)], capture_output=True, text=True, check=False
@@ -441,9 +444,7 @@ def made_once(name: str, suffix: str, command: list[str], sources: Sequence[Path
                     raise BuildError(
                         f"{name} does not compile:\n{compiler_lines(ended.stderr)}", ended.stderr
                     )
-                # Where two made it at once the first stays: somebody may have it open by now.
-                with contextlib.suppress(FileExistsError):
-                    os.link(made, path)
+                made.rename(path)
         except OSError as error:
             raise _unwritable(error) from None
     return path

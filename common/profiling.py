@@ -12,14 +12,12 @@ import datetime
 import io
 import json
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
-from common import jit, sweep
+from common import jit, ncu, sweep
 from common.chapters import load_chapter
 from common.measurements import FOLDER, is_current
 
@@ -71,25 +69,17 @@ def read_raw(table: str) -> tuple[dict[str, float], dict[str, float]]:
     return units, {reason: cycles / latency for reason, cycles in stalls.items()}
 
 
-def _profile(name: str, head_dim: int, ncu: str) -> tuple[dict[str, float], dict[str, float]]:
-    command = [
-        ncu, "--csv", "--page", "raw", "--print-units", "base", "--kernel-name", "regex:^backward_kernel",
-        "--launch-skip", "1", "--launch-count", "1", "--section", "SpeedOfLight", "--section",
-        "WarpStateStats", sys.executable, "-m", "common.profiling", _WORKER, name, str(head_dim),
-    ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, cwd=jit.REPO_ROOT, check=False)
-    if result.returncode != 0 or '"ID"' not in result.stdout:
-        raise RuntimeError(f"ncu failed on {name}:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
-    return read_raw(result.stdout[result.stdout.index('"ID"') :])
+def _profile(name: str, head_dim: int) -> tuple[dict[str, float], dict[str, float]]:
+    options = ["--kernel-name", "regex:^backward_kernel", "--launch-skip", "1", "--launch-count", "1"]
+    options += ["--section", "SpeedOfLight", "--section", "WarpStateStats"]
+    return read_raw(ncu.raw_table(options, ["common.profiling", _WORKER, name, str(head_dim)]))
 
 
 def measure(folder: Path) -> int:
     """Profiles the chapters and stores the numbers. Returns the exit status."""
-    ncu = shutil.which("ncu")
-    if problem := jit.cuda_problem() or (None if ncu else "ncu is not on PATH"):
+    if problem := ncu.problem():
         print(f"nothing to measure: {problem}", file=sys.stderr)
         return 2
-    assert ncu is not None
     infos = sweep.tensor_core_chapters()
     sweep.build_all(infos, [SETTINGS.dtype], HEAD_DIMS)
     data = {
@@ -107,7 +97,7 @@ def measure(folder: Path) -> int:
             print(f"{info.name}: {problem}")
             continue
         for head_dim in HEAD_DIMS:
-            units, reasons = _profile(info.name, head_dim, ncu)
+            units, reasons = _profile(info.name, head_dim)
             data["profiles"].append(
                 {
                     "chapter": info.name,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from common import jit, list_chapters, profiling
+from common import jit, list_chapters, ncu, profiling
 
 
 def raw(values: dict[str, str]) -> str:
@@ -70,3 +71,28 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: 
         pytest.skip("there is a GPU")
     assert profiling.main(["--output", str(tmp_path)]) == 2
     assert "nothing to measure" in capsys.readouterr().err
+
+
+def fake_ncu(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    program = folder / "ncu"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_the_table_begins_after_what_the_program_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ncu(tmp_path, monkeypatch, """echo "==PROF== $*"; echo '"ID","x"'; echo '"","%"'; echo '"0","7"'""")
+    assert ncu.raw_table(["--section", "S"], ["some.module", "12"]).splitlines() == [
+        '"ID","x"', '"","%"', '"0","7"',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", ["echo ERR_NVGPUCTRPERM; exit 1", "echo no kernels were profiled"])
+def test_what_ncu_says_when_it_fails_is_shown(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ncu(tmp_path, monkeypatch, body)
+    with pytest.raises(RuntimeError, match=r"ncu failed on some\.module 12:\n(ERR_NVGPUCTRPERM|no kernels)"):
+        ncu.raw_table([], ["some.module", "12"])
