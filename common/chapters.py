@@ -152,7 +152,8 @@ class KernelLaunch:
     shared_bytes: int  # dynamic shared memory of a block
 
 
-_open_chapters: dict[str, Chapter] = {}
+_open_chapters: dict[str, Chapter] = {}  # by key
+_plain_chapters: dict[str, Chapter] = {}  # by name: the last that was loaded without options
 
 
 class Chapter:
@@ -198,6 +199,10 @@ class Chapter:
         # How flash_attention's operator, which takes only plain values, refers to this object.
         self.key = f"{info.name}@{self.digest}:{schedule}:{cpu_fallback}:{cpu_models}"
         _open_chapters[self.key] = self
+        has_options = cpu_fallback or schedule is not None or cpu_models is not None
+        # A copy elsewhere may have the same name.
+        if not has_options and info.kernel.is_relative_to(CHAPTERS):
+            _plain_chapters[info.name] = self
 
     @property
     def name(self) -> str:
@@ -372,21 +377,20 @@ class Chapter:
             return tuple(tensor.to(q.device) for tensor in moved)
 
         out = _uninitialised(q.shape, q)
-        lse, row_max, row_sum = (_uninitialised(q.shape[:3], q, torch.float32) for _ in range(3))
+        names = ("lse", "row_max", "row_sum") if return_row_stats else ("lse",)
+        statistics = {name: _uninitialised(q.shape[:3], q, torch.float32) for name in names}
         if out.numel() == 0 or k.shape[2] == 0:
             out.zero_()
-            lse.fill_(-torch.inf)
-            row_max.fill_(-torch.inf)
-            row_sum.zero_()
+            for name, tensor in statistics.items():
+                tensor.fill_(0.0 if name == "row_sum" else -torch.inf)
         else:
-            statistics = (row_max, row_sum) if return_row_stats else (None, None)
             self._launch(
                 "forward",
                 [self._laid_out(tensor) for tensor in (q, k, v)],
-                [out, lse, *statistics],
+                [out, statistics["lse"], statistics.get("row_max"), statistics.get("row_sum")],
                 (scale, bool(is_causal)),
             )
-        return (out, lse, row_max, row_sum) if return_row_stats else (out, lse)
+        return (out, *statistics.values())
 
     def backward(
         self,
@@ -669,14 +673,4 @@ def load_kernel(
 
 def open_chapter(key: str) -> Chapter:
     """The chapter that ``flash_attention`` was called with: a ``Chapter.key``, a name, or a number."""
-    if key in _open_chapters:
-        return _open_chapters[key]
-    for chapter in reversed(_open_chapters.values()):
-        if (
-            chapter.name == key
-            and chapter.info.kernel.is_relative_to(CHAPTERS)  # a copy elsewhere may have the same name
-            and chapter.schedule is chapter.cpu_models is None
-            and not chapter.cpu_fallback
-        ):
-            return chapter
-    return load_chapter(key)
+    return _open_chapters.get(key) or _plain_chapters.get(key) or load_chapter(key)

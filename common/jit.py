@@ -132,11 +132,16 @@ def find_nvcc() -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
+@functools.cache  # of every call of a kernel
+def _has_nvcc(cuda_home: str | None) -> bool:
+    return cuda_home is not None and (Path(cuda_home) / "bin" / "nvcc").is_file()
+
+
 def cuda_problem() -> str | None:
     """Why kernels cannot be built for a GPU on this machine, or None if they can."""
     if not torch.cuda.is_available():
         return "PyTorch sees no NVIDIA GPU"
-    if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").is_file():
+    if not _has_nvcc(cpp_extension.CUDA_HOME):
         return (
             "there is a GPU but no CUDA toolkit (nvcc) to compile for it; install one that matches PyTorch "
             f"(CUDA {torch.version.cuda}) and set CUDA_HOME"

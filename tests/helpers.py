@@ -151,15 +151,21 @@ def assert_correct(result: Gradients, inputs: Inputs, **options: object) -> None
     assert not wrong, "\n".join(str(c) for c in wrong)
 
 
-def assert_correct_after_long_sums(result: Gradients, inputs: Inputs, **options: object) -> None:
+def assert_correct_after_long_sums(
+    result: Gradients, inputs: Inputs, *, truncates: bool = False, **options: object
+) -> None:
     """Like ``assert_correct``, for millions of queries.
 
     A dK or dV that one fp32 register sums over n rows is off by up to √n roundings of the whole sum, which
-    is far larger than its terms where they do not cancel.
+    is far larger than its terms where they do not cancel. Tensor cores (``truncates``) cut off what they do
+    not keep of a sum, after every 16 rows: all these errors have one sign, and add up. PyTorch's FLASH and
+    cuDNN backward are off by as much.
     """
+    n = inputs.q.shape[2]
     unit = torch.finfo(torch.float32).eps / 2
-    long_sum = {"dk": unit * inputs.q.shape[2] ** 0.5, "dv": unit * inputs.q.shape[2] ** 0.5}
-    wrong = [c for c in over_budget(result, inputs, **options) if not c.error <= long_sum.get(c.name, 0.0)]
+    long_sum = unit * (n / 16 if truncates else n**0.5)
+    limits = {"dk": long_sum, "dv": long_sum}
+    wrong = [c for c in over_budget(result, inputs, **options) if not c.error <= limits.get(c.name, 0.0)]
     assert not wrong, "\n".join(str(c) for c in wrong)
 
 

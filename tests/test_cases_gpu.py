@@ -270,7 +270,9 @@ def test_more_query_tiles_than_65535_on_the_gpu(chapter: Chapter) -> None:
         lambda: run(chapter, inputs.q, inputs.k, inputs.v, inputs.dout),
     )
     if result is not None:
-        assert_correct_after_long_sums(result, inputs)
+        assert_correct_after_long_sums(
+            result, inputs, truncates=chapter.info.min_compute_capability >= (8, 0)
+        )
     torch.cuda.empty_cache()
 
 

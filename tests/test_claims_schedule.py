@@ -115,7 +115,9 @@ def test_the_ratio_is_judged_by_long_sequences() -> None:
     machine = {"device": "card", "date": "today"}
     rows = [ratio_row("FLASH", 512, 9.0), ratio_row("FLASH", 4096, 3.0)]
     assert schedule.judge_ratio({"machine": machine, "rows": rows}, "").verdict == CONDITION
-    rows.append(ratio_row("FLASH", 8192, 2.0))
+    rows += [ratio_row("FLASH", 8192, 2.0), ratio_row("FLASH", 16384, 3.1)]
+    assert schedule.judge_ratio({"machine": machine, "rows": rows}, "").verdict == CONDITION
+    rows.append(ratio_row("FLASH", 32768, 2.0))
     assert schedule.judge_ratio({"machine": machine, "rows": rows}, "").verdict == FAILS
 
 
