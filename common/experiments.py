@@ -1,14 +1,15 @@
 """Measurements that the notebooks cite besides the ladder: ``make experiments``, on a GPU.
 
 Memory that a training step needs by sequence length, bandwidths, the rate of atomics, forward against
-backward. Each part goes into one file under ``notebooks/measurements/``, with the machine, the date and a
-hash of the kernels.
+backward, what long sums lose. Each part goes into one file under ``notebooks/measurements/``, with the
+machine, the date and a hash of the kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import subprocess
 import sys
@@ -27,12 +28,15 @@ from common.chapters import load_chapter
 from common.inputs import Inputs, random_inputs
 from common.ladder import machine
 from common.measurements import FOLDER
+from common.reference import reference_gradients
 
 STORED_P, RECOMPUTED = "01_naive", "08_preprocess_delta"
 ON_TENSOR_CORES = "09_tensor_cores"  # the first chapter with a forward pass worth comparing with
 HEADS, HEAD_DIM, DTYPE = 8, 64, torch.bfloat16
 MEMORY_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 RATIO_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+LONG_SUMS = tuple(1 << n for n in (14, 16, 18, 20, 22))  # queries
+SUMMED_BY = ("08_preprocess_delta", ON_TENSOR_CORES, "12_hopper")
 _MIB = 1 << 20
 
 
@@ -305,11 +309,58 @@ def measure_ratio() -> dict[str, object]:
     return {"rows": rows}
 
 
+# ---------------------------------------------------------------- long sums
+
+
+def measure_long_sums() -> dict[str, object]:
+    """The error of dV, relative to its norm, by the number of queries that it is a sum over.
+
+    fp16, 16 keys, d = 64, dO of mean 1/256. "bias": the mean of the elements' relative errors, with sign.
+    """
+    rows = []
+    for seqlen in LONG_SUMS:
+        x = random_inputs(1, 1, seqlen, 64, seqlen_k=16, dtype=torch.float16, device="cuda")
+        dout = x.dout / 64  # or the sum would leave the range of fp16
+        truth = reference_gradients(x.q, x.k, x.v, dout).dv
+        computed: dict[str, Callable[[], Tensor]] = {}
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            computed[f"SDPA {backend.name.removesuffix('_ATTENTION')}"] = functools.partial(
+                _sdpa_dv, backend, x, dout
+            )
+        for name in SUMMED_BY:
+            computed[name] = functools.partial(_chapter_dv, name, x, dout)
+        for method, dv in computed.items():
+            error = dv().double() - truth
+            rows.append(
+                {
+                    "method": method,
+                    "seqlen_q": seqlen,
+                    "error": (error.norm() / truth.norm()).item(),
+                    "bias": (error / truth).mean().item(),
+                }
+            )
+        print(f"long sums: {seqlen} queries done", flush=True)
+    return {"rows": rows}
+
+
+def _sdpa_dv(backend: SDPBackend, x: Inputs, dout: Tensor) -> Tensor:
+    v = x.v.detach().requires_grad_(True)
+    with sdpa_kernel(backend):
+        return torch.autograd.grad(scaled_dot_product_attention(x.q, x.k, v), v, dout)[0]
+
+
+def _chapter_dv(name: str, x: Inputs, dout: Tensor) -> Tensor:
+    chapter = load_chapter(name)
+    out, lse = chapter.forward(x.q, x.k, x.v)
+    return chapter.backward(x.q, x.k, x.v, out, dout, lse)[2]
+
+
 PARTS: dict[str, Callable[[], dict[str, object]]] = {
     "machine": measure_machine,
     "atomics": measure_atomics,
     "ratio": measure_ratio,
     "memory": measure_memory,
+    "long_sums": measure_long_sums,
 }
 
 
@@ -323,7 +374,7 @@ def load(part: str) -> dict[str, object] | None:
 
 
 def _sources(part: str) -> dict[str, str]:
-    names = (STORED_P, RECOMPUTED) if part == "memory" else ()
+    names = {"memory": (STORED_P, RECOMPUTED), "long_sums": SUMMED_BY}.get(part, ())
     sources = {name: jit.kernel_digest(load_chapter(name).info.kernel) for name in names}
     if part == "atomics":
         sources["atomics_rate.cu"] = jit.kernel_digest(Path(__file__).with_name("atomics_rate.cu"))

@@ -103,7 +103,9 @@ def interleaved_timings(
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(-1, repeats):
         order = list(functions) if repeat % 2 else list(reversed(functions))
-        # All are started before the first is waited for: the GPU never idles within a repetition.
+        # All are started before the first is waited for, and the first is called once before it is timed: the
+        # GPU never idles, or that one's time would include that of its first launch.
+        functions[order[0]]()
         started = {name: start(functions[name], calls[name]) for name in order}
         for name, wait in started.items():
             spent = wait()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,6 +24,14 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 BUILDS = [(FP32, 16), (FP32, 64), (FP32, 128), (FP16, 64), (BF16, 72)]
 USUAL_HEAD_DIM = {FP32: 64, FP16: 64, BF16: 72}
+
+# ---------------------------------------------------------------- what is left to ``make test-all``
+
+
+def mostly_slow(values: Iterable[object], quick: Callable[[object], bool]) -> list:
+    """Parameters, of which all but the ``quick`` ones are slow: of what is alike, a few run every time."""
+    return [value if quick(value) else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
 
 # ---------------------------------------------------------------- chapters
 

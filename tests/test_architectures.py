@@ -27,7 +27,7 @@ EACH_CAPABILITY = pytest.mark.parametrize(
 
 @EACH
 @EACH_CAPABILITY
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_every_tile_shape_fits_and_is_right(
     info: ChapterInfo, capability: tuple[int, int], head_dim: int
 ) -> None:

@@ -39,8 +39,6 @@ from helpers import (
 from torch import Tensor
 
 from common import Chapter, flash_attention, jit, load_kernel
-from common.check import check_chapter
-from common.formulas import Problem
 from common.inputs import Inputs
 from common.reference import Gradients
 
@@ -338,11 +336,12 @@ def test_heads_lie_on_grid_axis_x(chapter: Chapter, is_causal: bool) -> None:
     """B18: grid axes y and z end at 65535; batch and heads may be more."""
     grids = []
     for batch in (1, 3):
-        problem = Problem(batch, 2, 70, 70, 64, widest_dtype(chapter), is_causal)
-        report, _ = check_chapter(chapter, problem)
-        grids.append([launch.grid[1:] for launch in report.launches])
+        inputs = draw(batch, 2, 70, chapter=chapter)
+        run(chapter, inputs.q, inputs.k, inputs.v, inputs.dout, is_causal=is_causal)
+        grids.append([launch.grid[1:] for launch in chapter.last_launches])
     few, many = grids
     assert few == many
+    assert len(few) >= 1
 
 
 @pytest.mark.slow

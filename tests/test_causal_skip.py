@@ -76,7 +76,7 @@ def test_count_is_that_of_the_mask(shape: tuple[int, int], blocks: tuple[int, in
     assert count_tiles(*shape, *blocks, is_causal) == by_brute_force(*shape, *blocks, is_causal)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_kernel_visits_exactly_these_tiles(counting: Chapter, head_dim: int) -> None:
     dtype, head_dim = nearest_build(counting, torch.float32, head_dim)
     counts = counted(counting, dtype, head_dim)

@@ -40,6 +40,7 @@ def test_verdicts(number: int) -> None:
     assert bool(found.condition) == (found.verdict == CONDITION)
 
 
+@pytest.mark.slow
 def test_times_and_errors_are_not_evidence() -> None:
     assert "ms" not in claims_atomics.savings_outweigh_atomics().evidence
     errors = claims_atomics.sixteen_bit_atomics()
@@ -47,7 +48,7 @@ def test_times_and_errors_are_not_evidence() -> None:
     assert "fp16, T = 16" in errors.measured
 
 
-@pytest.mark.parametrize("number", [4, 21])
+@pytest.mark.parametrize("number", [pytest.param(4, marks=pytest.mark.slow), 21])
 @pytest.mark.usefixtures("uncached")
 def test_adding_twice_is_seen(number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = load_chapter(5).info.kernel.read_text()

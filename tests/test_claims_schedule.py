@@ -89,6 +89,7 @@ def test_references_can_be_looked_up_in_a_checkout(tmp_path: Path) -> None:
     assert len(missing) == 6  # five lines have moved, and there is an mbarrier
 
 
+@pytest.mark.slow
 def test_the_skeleton_without_its_barrier_does_not_work(tmp_path: Path) -> None:
     kernel = planted(tmp_path, "09_tensor_cores", "__syncthreads();  // P and dS are complete", "")
     assert schedule.skeleton(kernel).verdict == FAILS

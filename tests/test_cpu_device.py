@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import mostly_slow
 
 from common import jit
 
@@ -121,7 +122,7 @@ def device_of(variant: str, device_folder: Path) -> Device:
     return Device(compiler, flags, folder)
 
 
-@pytest.fixture(scope="session", params=["g++", "clang++"])
+@pytest.fixture(scope="session", params=mostly_slow(["g++", "clang++"], lambda name: name == "g++"))
 def device(request: pytest.FixtureRequest, device_folder: Path) -> Device:
     return device_of(request.param, device_folder)
 
@@ -490,7 +491,7 @@ def test_results(device: Device, name: str) -> None:
         check_arrays(arrays, expected, lambda array: array.split(".")[-1] in SIXTEEN_BIT)
 
 
-@pytest.mark.parametrize("name", ["reduction", "warp"])
+@pytest.mark.parametrize("name", mostly_slow(["reduction", "warp"], lambda name: name == "warp"))
 def test_results_when_fortified(device_folder: Path, name: str) -> None:
     for schedule in (-2, 5):
         arrays = device_of("fortified", device_folder).run(name, SCHEDULE=schedule)
@@ -1157,7 +1158,11 @@ def nvcc_command() -> list[str]:
     return [str(nvcc), "-std=c++17", f"-I{REPO}", "-Werror", "all-warnings"]
 
 
-@pytest.mark.parametrize("source", sorted(PROGRAMS.glob("*.cu")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "source",
+    mostly_slow(sorted(PROGRAMS.glob("*.cu")), lambda path: path.stem == "hopper"),
+    ids=lambda path: path.stem,
+)
 def test_compiles_for_gpus(source: Path, tmp_path: Path) -> None:
     # The toolkit's headers treat 16-bit types differently on each architecture; the rest is the same on all.
     has_16_bit_types = re.search("__half|__nv_bfloat16", source.read_text())

@@ -61,7 +61,9 @@ def test_bits_drift_with_the_order_of_the_blocks(number: int) -> None:
 
 
 @pytest.mark.parametrize("name", FLAGGED)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "is_causal", [pytest.param(False, id="full", marks=pytest.mark.slow), pytest.param(True, id="causal")]
+)
 def test_deterministic_bits_do_not_depend_on_the_schedule(name: str, is_causal: bool) -> None:
     inputs = draw(2, 2, 70, 400, chapter=loaded(name))
     options = {"is_causal": is_causal, "deterministic": True}

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import sympy
 import torch
-from helpers import draw, nearest_build
+from helpers import draw, mostly_slow, nearest_build
 
 from common import Chapter, load_chapter
 from common.chapters import ChapterInfo, list_chapters
@@ -24,9 +24,10 @@ PROBLEMS = [
     Problem(1, 2, 64, 64, 64, F32),
     Problem(2, 1, 45, 70, 64, F32),
     Problem(1, 1, 70, 45, 64, F32, is_causal=True),
-    Problem(1, 1, 33, 290, 96, F16, is_causal=True, deterministic=True),
+    Problem(1, 1, 33, 290, 64, F16, is_causal=True, deterministic=True),
 ]
 MORE_PROBLEMS = [
+    Problem(1, 1, 33, 290, 96, F16, is_causal=True, deterministic=True),
     Problem(1, 1, 1, 1, 16, F32),
     Problem(1, 1, 70, 45, 16, BF16, is_causal=True),
     Problem(1, 1, 1, 100, 64, F16, is_causal=True),
@@ -112,7 +113,9 @@ def test_row_statistics_are_in_the_formulas(info: ChapterInfo) -> None:
     assert_exact(info, Problem(1, 2, 45, 70, 64, F32, return_row_stats=True), forward=True)
 
 
-@pytest.mark.parametrize("info", CHAPTERS, ids=lambda info: info.name)
+@pytest.mark.parametrize(
+    "info", mostly_slow(CHAPTERS, lambda info: info.number in (2, 8)), ids=lambda info: info.name
+)
 def test_a_wrong_formula_is_noticed(info: ChapterInfo) -> None:
     """Each formula in turn is made a little wrong."""
     chapter = load_chapter(info.name)

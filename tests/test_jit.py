@@ -199,6 +199,7 @@ def copied_repository(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_path_with_a_space(tmp_path: Path) -> None:
     """B49 (ii): a checkout in "my folder (copy)" builds into itself."""
     repo = copied_repository(tmp_path / "my folder (copy)")
@@ -392,7 +393,8 @@ def test_an_abandoned_lock_file_does_not_block(builds: Path, fill: Path) -> None
     assert not (folder / "lock").exists()
 
 
-@pytest.mark.parametrize("victim", ["group", pytest.param("python", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["group", "python"])
 def test_a_killed_build_does_not_block_the_next(
     builds: Path, fill: Path, held_compiler: tuple[dict[str, str], Path, Path], victim: str
 ) -> None:
@@ -412,6 +414,7 @@ def test_a_killed_build_does_not_block_the_next(
     assert not list(builds.glob("fa2_fill_*/lock"))
 
 
+@pytest.mark.slow
 def test_a_live_lock_is_respected(
     builds: Path, fill: Path, held_compiler: tuple[dict[str, str], Path, Path]
 ) -> None:

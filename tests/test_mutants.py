@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REPO, axes_swapped, dense_between_nan, draw, loaded, over_budget, run, surrounded_by_nan
+from helpers import (
+    REPO,
+    axes_swapped,
+    dense_between_nan,
+    draw,
+    loaded,
+    mostly_slow,
+    over_budget,
+    run,
+    surrounded_by_nan,
+)
 
 from common import Chapter, jit, load_kernel
 from common.inputs import Inputs
@@ -237,9 +247,7 @@ def _pair(kernel: Chapter) -> tuple[Chapter, Chapter]:
     return (loaded("00_forward"), kernel) if kernel.has_backward else (kernel, loaded("02_tiled"))
 
 
-@pytest.mark.parametrize(
-    "name", [*MUTANTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MUTANTS)]
-)
+@pytest.mark.parametrize("name", mostly_slow(ALL_MUTANTS, lambda name: name in list(MUTANTS)[::3]))
 def test_mutant_is_rejected(name: str) -> None:
     """The check that the chapter passes rejects the mutant."""
     mutant = ALL_MUTANTS[name]

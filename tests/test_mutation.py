@@ -18,9 +18,9 @@ MUTANTS = {mutant.name: mutant for info in list_chapters() for mutant in mutants
 
 
 def _sample() -> set[str]:
-    """A mutant of each chapter, of another rule each time, and of those the one in the middle."""
+    """A mutant of every other chapter, of another rule each time, and of those the one in the middle."""
     names = set()
-    for i, info in enumerate(list_chapters()):
+    for i, info in enumerate(list_chapters()[::2]):
         of_rule = {rule: [m for m in mutants_of(info) if m.rule == rule] for rule in RULES}
         rules = [rule for rule in RULES[i % len(RULES) :] + RULES if of_rule[rule]]
         chosen = of_rule[rules[0]]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import mostly_slow
 
 from common import ChapterInfo, jit, list_chapters, resources
 
@@ -46,7 +47,11 @@ def name_of(build: tuple[torch.dtype, int, str]) -> str:
     return f"{jit.DTYPE_NAMES[build[0]]}-{build[1]}-sm{build[2]}"
 
 
-@pytest.mark.parametrize("info", list_chapters(), ids=lambda info: info.name)
+@pytest.mark.parametrize(
+    "info",
+    mostly_slow(list_chapters(), lambda info: info == list_chapters()[-1]),
+    ids=lambda info: info.name,
+)
 def test_compiles(info: ChapterInfo, tmp_path: Path) -> None:
     compile_kernel(info, *SAMPLE[-1], tmp_path)
 
@@ -61,7 +66,7 @@ def test_other_builds_compile(info: ChapterInfo, build: tuple, tmp_path: Path) -
 WITH_WARPGROUPS = [info for info in list_chapters() if "wgmma.h" in info.kernel.read_text()]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16], ids=["fp16", "bf16"]
 )

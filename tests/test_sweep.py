@@ -92,6 +92,22 @@ def test_all_of_a_repetition_is_started_before_any_is_waited_for() -> None:
     assert events == ["start", "wait"] * 2 + ["start", "start", "wait", "wait"] * 2
 
 
+def test_no_repetition_begins_on_an_idle_gpu() -> None:
+    """Whoever is first would wait for the launch of its own first call, mostly the same one."""
+    events = []
+
+    def start(function: Callable[[], object], calls: int) -> Callable[[], float]:
+        events.append(f"start {function()}")
+        return lambda: 1.0
+
+    functions = {name: lambda name=name: events.append(f"call {name}") or name for name in ("a", "b")}
+    timing.interleaved_timings(functions, start, repeats=2)
+    repetitions = events[4:]  # after the two that find out how often to call
+    for first in (repetitions[i : i + 3] for i in range(0, len(repetitions), 5)):
+        name = first[0].removeprefix("call ")
+        assert first == [f"call {name}", f"call {name}", f"start {name}"]
+
+
 def test_calls_on_the_cpu_are_made_and_averaged() -> None:
     made = []
     wait = timing.start_calls(lambda: made.append(torch.randn(300, 300) @ torch.randn(300, 300)), 4,
