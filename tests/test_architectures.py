@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import backward_chapters, draw, run_and_check, same_bits
+from helpers import backward_chapters, draw, mostly_slow, run_and_check, same_bits
 
 from common import ChapterInfo, chapters, flash_attention, jit, load_chapter
 from common.attention import default_chapter
@@ -16,7 +16,9 @@ from common.inputs import random_inputs
 LIMITS = {(8, 0): 163, (8, 6): 99, (9, 0): 227}
 DEPENDING = [i for i in backward_chapters() if "kMaxSharedBytes" in i.kernel.read_text()]
 
-EACH = pytest.mark.parametrize("info", DEPENDING, ids=lambda info: info.name)
+EACH = pytest.mark.parametrize(
+    "info", mostly_slow(DEPENDING, lambda info: info == DEPENDING[-1]), ids=lambda info: info.name
+)
 # The smallest tiles run every time: the largest are those of the other tests.
 EACH_CAPABILITY = pytest.mark.parametrize(
     "capability",

@@ -80,7 +80,7 @@ def test_an_input_changed_in_place_is_noticed(chapter: Chapter) -> None:
 
 def test_lse_never_drops_a_gradient_silently(chapter: Chapter) -> None:
     """B12: the operator's lse has no gradient, so a loss made of it alone raises."""
-    q, k, v = leaves_of(draw(1, 1, 8, chapter=chapter, head_dim=16))
+    q, k, v = leaves_of(draw(1, 1, 8, chapter=chapter))
     out, lse = torch.ops.fa2_backward.attention(q, k, v, None, False, False, chapter.key)
     assert out.requires_grad
     assert not lse.requires_grad
@@ -360,7 +360,7 @@ def test_gradcheck_by_finite_differences(chapter: Chapter) -> None:
     """B11: PyTorch's gradcheck in the chapter's own precision, its step and tolerance those of fp32."""
     if FP32 not in chapter.info.dtypes:
         pytest.skip(f"{chapter.name} has no fp32")
-    leaves = leaves_of(draw(1, 1, 3, 4, chapter=chapter, head_dim=16))
+    leaves = leaves_of(draw(1, 1, 3, 4, chapter=chapter))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that fp32 is not fp64
         assert torch.autograd.gradcheck(

@@ -83,9 +83,9 @@ def test_cheap_atomics_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ("build", "opcode", "number", "verdict"),
     [
         ("bf16 sm_80", "RED.E.ADD.BF16x2.RN", 5, HOLDS),
-        ("fp16 sm_80", "ATOMG.E.CAS.STRONG.GPU", 5, FAILS),
+        pytest.param("fp16 sm_80", "ATOMG.E.CAS.STRONG.GPU", 5, FAILS, marks=pytest.mark.slow),
         ("bf16 sm_80", "ATOMG.E.ADD.F32.FTZ.RN", 7, FAILS),
-        ("fp32 sm_90a", "RED.E.ADD.F32.FTZ.RN", 7, FAILS),
+        pytest.param("fp32 sm_90a", "RED.E.ADD.F32.FTZ.RN", 7, FAILS, marks=pytest.mark.slow),
     ],
 )
 def test_other_instructions_turn_the_verdict(

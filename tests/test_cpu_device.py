@@ -127,7 +127,7 @@ def device(request: pytest.FixtureRequest, device_folder: Path) -> Device:
     return device_of(request.param, device_folder)
 
 
-@pytest.fixture(scope="session", params=VARIANTS)
+@pytest.fixture(scope="session", params=mostly_slow(VARIANTS, lambda name: name == "g++"))
 def any_device(request: pytest.FixtureRequest, device_folder: Path) -> Device:
     return device_of(request.param, device_folder)
 

@@ -24,7 +24,7 @@ PROBLEMS = [
     Problem(1, 2, 64, 64, 64, F32),
     Problem(2, 1, 45, 70, 64, F32),
     Problem(1, 1, 70, 45, 64, F32, is_causal=True),
-    Problem(1, 1, 33, 290, 64, F16, is_causal=True, deterministic=True),
+    Problem(1, 1, 33, 290, 64, F32, is_causal=True, deterministic=True),
 ]
 MORE_PROBLEMS = [
     Problem(1, 1, 33, 290, 96, F16, is_causal=True, deterministic=True),
