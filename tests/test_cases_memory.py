@@ -325,7 +325,9 @@ def test_empty_tensors(
     assert_still_works(chapter)
 
 
-@pytest.mark.parametrize("swap", [False, True], ids=["heads", "batch"])
+@pytest.mark.parametrize(
+    "swap", [pytest.param(False, id="heads", marks=pytest.mark.slow), pytest.param(True, id="batch")]
+)
 def test_more_heads_than_a_small_grid_axis(chapter: Chapter, swap: bool) -> None:
     """B18, the quick part: (150, 2) and (2, 150) heads, each with its own numbers."""
     shape = (150, 2) if swap else (2, 150)

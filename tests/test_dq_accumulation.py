@@ -82,7 +82,7 @@ def test_deterministic_bits_do_not_depend_on_the_batch(name: str) -> None:
         assert torch.equal(together.dq[b : b + 1], alone.dq)
 
 
-@pytest.mark.parametrize("name", FLAGGED)
+@pytest.mark.parametrize("name", mostly_slow(FLAGGED, lambda name: name in (FLAGGED[0], FLAGGED[-1])))
 def test_the_flag_selects(name: str) -> None:
     """Without the flag there is one accumulator, and the bits follow the order of the blocks."""
     chapter = loaded(name)

@@ -102,7 +102,11 @@ FORWARD_PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("problem", FORWARD_PROBLEMS, ids=name_of)
+@pytest.mark.parametrize(
+    "problem",
+    mostly_slow(FORWARD_PROBLEMS, lambda problem: problem in (PROBLEMS[-1], FORWARD_PROBLEMS[-1])),
+    ids=name_of,
+)
 @pytest.mark.parametrize("info", WITH_FORWARD, ids=lambda info: info.name)
 def test_forward_formulas_equal_the_count(info: ChapterInfo, problem: Problem) -> None:
     assert_exact(info, problem, forward=True)

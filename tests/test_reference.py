@@ -17,7 +17,7 @@ import torch
 from helpers import BF16, FP16, FP32
 from torch import Tensor
 
-from common import compare
+from common import compare, reference
 from common.inputs import Inputs, random_inputs
 from common.reference import Gradients, explicit_gradients, reference_gradients, visible_mask
 
@@ -431,3 +431,38 @@ def test_comparison_in_chunks_of_heads_is_the_same(monkeypatch: pytest.MonkeyPat
         assert a.name == b.name
         assert a.error == pytest.approx(b.error, rel=1e-6, abs=1e-12)
         assert a.budget == pytest.approx(b.budget, rel=0.05)
+
+
+def test_what_is_expected_is_remembered_by_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers in other tensors are known; one changed number, or another option, is not."""
+    made = []
+    original = reference._expect
+    monkeypatch.setattr(reference, "_expect", lambda *a: made.append(a) or original(*a))
+    monkeypatch.setattr(reference, "_memory", reference._Memory())
+    inputs = list(vars(random_inputs(1, 2, 9, 16)).values())
+    result = reference_gradients(*inputs)
+    first = compare(result, *inputs)
+    assert compare(result, *(tensor.clone() for tensor in inputs)) == first
+    assert len(made) == 1
+    assert compare(result, *inputs, is_causal=True) != first
+    assert compare(result, *inputs, softmax_scale=0.5) != first
+    assert len(made) == 3
+    inputs[3][0, 0, 0, 0] += 1
+    assert compare(result, *inputs) != first
+    assert len(made) == 4
+
+
+def test_what_is_remembered_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = reference._Memory()
+    options = {"softmax_scale": None, "is_causal": False, "rule": reference.PLAIN}
+    inputs = [tuple(vars(random_inputs(1, 1, 8, 16, seed=seed)).values()) for seed in range(3)]
+    size = memory._size(memory.expect(inputs[0], options, None))
+    monkeypatch.setattr(reference._Memory, "MAX_BYTES", 2 * size)
+    for each in (inputs[1], inputs[0], inputs[2]):  # the second is then the oldest
+        memory.expect(each, options, None)
+    made = []
+    original = reference._expect
+    monkeypatch.setattr(reference, "_expect", lambda *a: made.append(a) or original(*a))
+    for each in (inputs[0], inputs[2], inputs[1]):
+        memory.expect(each, options, None)
+    assert len(made) == 1

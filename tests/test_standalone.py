@@ -59,7 +59,7 @@ def test_a_wrong_gradient_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(jit.find_nvcc() is None, reason="there is no nvcc")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90a"])
 def test_compiles_for_gpus(arch: str, tmp_path: Path) -> None:
     command = [str(jit.find_nvcc()), f"-arch={arch}", "-std=c++17", f"-I{REPO}", *defines(LATER[-1])]
     run([*command, "-c", str(MAIN), "-o", str(tmp_path / "main.o")])
@@ -74,7 +74,7 @@ def test_runs_on_a_gpu(info: ChapterInfo, tmp_path: Path) -> None:
     assert "relative errors" in run([str(tmp_path / "standalone")])
 
 
-@pytest.mark.parametrize("name", ["q", "dout"])
+@pytest.mark.parametrize("name", ["q", pytest.param("dout", marks=pytest.mark.slow)])
 def test_unaligned_rows_are_refused(name: str, tmp_path: Path) -> None:
     """Without Python nobody copies such a tensor: the launcher says which one it is."""
     info = LATER[-1]
