@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import backward_chapters, draw, nearest_build, run_and_check
+from helpers import backward_chapters, draw, mostly_slow, nearest_build, run_and_check
 
 from common import Chapter, load_kernel
 from common.formulas import Problem
@@ -30,7 +30,10 @@ COUNT = """
 """
 
 
-@pytest.fixture(scope="module", params=[info.name for info in SKIPPING])
+@pytest.fixture(
+    scope="module",
+    params=mostly_slow([info.name for info in SKIPPING], lambda name: name == SKIPPING[-1].name),
+)
 def counting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chapter:
     """A chapter that counts the tiles it computes."""
     info = next(info for info in SKIPPING if info.name == request.param)

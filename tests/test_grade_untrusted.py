@@ -56,7 +56,7 @@ slow = pytest.mark.slow
     [
         pytest.param("exit(0);", "exited with status 0 on its own", id="exit"),
         pytest.param("for (volatile int i = 0;; i = i + 1) {}", "was ended after|crashed", id="endless loop"),
-        pytest.param("*(volatile int*)8 = 1;", "crashed|SIGSEGV|segmentation", id="crash"),
+        pytest.param("*(volatile int*)8 = 1;", "crashed|SIGSEGV|segmentation", marks=slow, id="crash"),
         pytest.param("for (;;) puts(\"spam spam spam spam spam spam\");", "was ended after|crashed|exited", marks=slow, id="huge output"),
         pytest.param("raise(SIGKILL);", "crashed", marks=slow, id="kills itself"),
         pytest.param("_exit(7);", "exited with status 7", marks=slow, id="_exit"),
