@@ -235,41 +235,63 @@ def _joined(parts: list, heads: tuple[int, int]) -> object:
 
 
 @dataclass(frozen=True)
+class _Extent:
+    """How large a tensor is: its norm, and its largest element."""
+
+    norm: float
+    largest: float
+
+    @staticmethod
+    def of(x: Tensor) -> _Extent:
+        return _Extent(x.norm().item(), x.abs().max().item() if x.numel() else 0.0)
+
+
+@dataclass(frozen=True)
 class _Expected:
-    """One result in float64, and how far a kernel's may be off: both budgets are absolute."""
+    """One result in float64, and the extents that its budget is made of."""
 
     name: str
     truth: Tensor
-    size: float  # norm, or 1 if that is zero
-    peak: float  # largest element, likewise
-    budget: float
-    worst_budget: float
+    num_terms: int  # of the sums
+    finite: _Extent  # of the truth, infinities left out
+    plain_error: _Extent
+    terms: _Extent
+    exponent: _Extent
+    delta: _Extent
 
-    def compare(self, value: Tensor) -> Comparison:
+    def compare(self, value: Tensor, num_roundings: int | None) -> Comparison:
+        """``num_roundings``: how often the sum is rounded to its dtype on the way, if it is."""
         if value.shape != self.truth.shape:
             raise ValueError(
                 f"{self.name} has shape {tuple(value.shape)}; expected {tuple(self.truth.shape)}"
             )
-        error = _difference(value, self.truth)
+        unit = torch.finfo(value.dtype).eps / 2
+        # A sum kept in one register: the random walk of its roundings, over and above those of its terms.
+        walk = _EPS32 / 2 * (4 + self.num_terms**0.5 / 2)
+        # A partial sum is as large as its terms in quadrature, or as the result if they have one sign.
+        parts = [
+            (walk, self.terms),
+            (walk + unit, self.finite),
+            (_EPS32, self.exponent),
+            (unit, self.delta),
+        ]
+        if num_roundings is not None:
+            parts.append((unit * (num_roundings / 2) ** 0.5, self.terms))
+        floor = sum(factor * extent.norm for factor, extent in parts)
+        worst_floor = 2 * sum(factor * extent.largest for factor, extent in parts)
+        error = _Extent.of(_difference(value, self.truth))
+        size, peak = self.finite.norm or 1.0, self.finite.largest or 1.0
         return Comparison(
             self.name,
-            _norm(error) / self.size,
-            self.budget / self.size,
-            _largest(error) / self.peak,
-            self.worst_budget / self.peak,
+            error.norm / size,
+            (self.plain_error.norm + floor) / size,
+            error.largest / peak,
+            (2 * self.plain_error.largest + worst_floor) / peak,
         )
 
 
-def _largest(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0
-
-
-def _norm(x: Tensor) -> float:
-    return x.norm().item()
-
-
-def _expect(inputs: tuple[Tensor, ...], options: dict, dq_rounded_every: int | None) -> list[_Expected]:
-    """What ``compare`` says of its budgets."""
+def _expect(inputs: tuple[Tensor, ...], options: dict) -> list[_Expected]:
+    """What ``compare`` says of its budgets, of each result."""
     q, k, _, _ = inputs
     reference, explicit, magnitudes = (
         _by_heads(function, inputs, options)
@@ -277,34 +299,16 @@ def _expect(inputs: tuple[Tensor, ...], options: dict, dq_rounded_every: int | N
     )
     expected = []
     for name in (field.name for field in fields(Gradients)):
-        truth, plain, terms, exponent, delta = (
-            getattr(gradients, name)
-            for gradients in (
-                reference,
-                explicit,
-                magnitudes.sums,
-                magnitudes.exponents,
-                magnitudes.deltas,
-            )
-        )
-        unit = torch.finfo(torch.float32 if name == "lse" else q.dtype).eps / 2
-        finite = torch.where(truth.isinf(), 0.0, truth)
-        plain_error = torch.zeros_like(truth) if name == "lse" else _difference(plain, truth)
-        num_terms = {"lse": q.shape[3], "dk": q.shape[2], "dv": q.shape[2]}.get(name, k.shape[2])
-        # A sum kept in one register: the random walk of its roundings, over and above those of its terms.
-        walk = _EPS32 / 2 * (4 + num_terms**0.5 / 2)
-        # A partial sum is as large as its terms in quadrature, or as the result if they have one sign.
-        parts = [(walk, terms), (walk + unit, finite), (_EPS32, exponent), (unit, delta)]
-        if name == "dq" and dq_rounded_every is not None:
-            parts.append((unit * (math.ceil(k.shape[2] / dq_rounded_every) / 2) ** 0.5, terms))
+        truth, plain = getattr(reference, name), getattr(explicit, name)
+        kinds = (magnitudes.sums, magnitudes.exponents, magnitudes.deltas)
         expected.append(
             _Expected(
                 name,
                 truth,
-                _norm(finite) or 1.0,
-                _largest(finite) or 1.0,
-                _norm(plain_error) + sum(factor * _norm(tensor) for factor, tensor in parts),
-                2 * _largest(plain_error) + 2 * sum(factor * _largest(tensor) for factor, tensor in parts),
+                {"lse": q.shape[3], "dk": q.shape[2], "dv": q.shape[2]}.get(name, k.shape[2]),
+                _Extent.of(torch.where(truth.isinf(), 0.0, truth)),
+                _Extent(0.0, 0.0) if name == "lse" else _Extent.of(_difference(plain, truth)),
+                *(_Extent.of(getattr(kind, name)) for kind in kinds),
             )
         )
     return expected
@@ -319,20 +323,18 @@ class _Memory:
         self._entries: dict[tuple, list[_Expected]] = {}  # the least recently used first
         self._bytes = 0
 
-    def expect(
-        self, inputs: tuple[Tensor, ...], options: dict, dq_rounded_every: int | None
-    ) -> list[_Expected]:
+    def expect(self, inputs: tuple[Tensor, ...], options: dict) -> list[_Expected]:
         if any(tensor.device.type != "cpu" for tensor in inputs):  # a GPU's memory is not to be kept
-            return _expect(inputs, options, dq_rounded_every)
+            return _expect(inputs, options)
         content = hashlib.sha256()
         for tensor in inputs:
             content.update(tensor.detach().contiguous().view(torch.uint8).numpy())
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
-        key = (content.digest(), shapes, *options.values(), dq_rounded_every)
+        key = (content.digest(), shapes, *options.values())
         if key in self._entries:
             expected = self._entries.pop(key)
         else:
-            expected = _expect(inputs, options, dq_rounded_every)
+            expected = _expect(inputs, options)
             self._bytes += self._size(expected)
         self._entries[key] = expected
         while self._bytes > self.MAX_BYTES:
@@ -373,5 +375,8 @@ def compare(
     so). T roundings of a sum that grows like a random walk add up to √(T/2) of them at its full size.
     """
     options = {"softmax_scale": softmax_scale, "is_causal": is_causal, "rule": rule}
-    expected = _memory.expect((q, k, v, dout), options, dq_rounded_every)
-    return [each.compare(getattr(result, each.name)) for each in expected]
+    roundings = {} if dq_rounded_every is None else {"dq": math.ceil(k.shape[2] / dq_rounded_every)}
+    return [
+        expected.compare(getattr(result, expected.name), roundings.get(expected.name))
+        for expected in _memory.expect((q, k, v, dout), options)
+    ]

@@ -456,13 +456,13 @@ def test_what_is_remembered_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
     memory = reference._Memory()
     options = {"softmax_scale": None, "is_causal": False, "rule": reference.PLAIN}
     inputs = [tuple(vars(random_inputs(1, 1, 8, 16, seed=seed)).values()) for seed in range(3)]
-    size = memory._size(memory.expect(inputs[0], options, None))
+    size = memory._size(memory.expect(inputs[0], options))
     monkeypatch.setattr(reference._Memory, "MAX_BYTES", 2 * size)
     for each in (inputs[1], inputs[0], inputs[2]):  # the second is then the oldest
-        memory.expect(each, options, None)
+        memory.expect(each, options)
     made = []
     original = reference._expect
     monkeypatch.setattr(reference, "_expect", lambda *a: made.append(a) or original(*a))
     for each in (inputs[0], inputs[2], inputs[1]):
-        memory.expect(each, options, None)
+        memory.expect(each, options)
     assert len(made) == 1
