@@ -22,7 +22,7 @@ EACH = pytest.mark.parametrize(
 # The smallest tiles run every time: the largest are those of the other tests.
 EACH_CAPABILITY = pytest.mark.parametrize(
     "capability",
-    [c if c == (8, 6) else pytest.param(c, marks=pytest.mark.slow) for c in LIMITS],
+    mostly_slow(LIMITS, lambda c: c == (8, 6)),
     ids=lambda c: f"{c[0]}{c[1]}",
 )
 

@@ -63,7 +63,7 @@ def test_any_length_in_every_gradient(chapter: Chapter, seqlen: int, is_causal: 
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
     [
-        pytest.param(*build, marks=pytest.mark.slow if build in ((FP32, 16), (FP32, 128)) else ())
+        pytest.param(*build, marks=() if build in USUAL_HEAD_DIM.items() else pytest.mark.slow)
         for build in BUILDS
     ],
 )

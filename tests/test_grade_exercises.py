@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 import torch
+from helpers import mostly_slow
 
 from common import jit
 from common.chapters import list_chapters
@@ -26,7 +27,7 @@ CHAPTERS = [info.name for info in list_chapters() if info.number <= 11]
 
 
 def sampled(keys: list[str]) -> list:
-    return [key if key in SAMPLE else pytest.param(key, marks=pytest.mark.slow) for key in keys]
+    return mostly_slow(keys, lambda key: key in SAMPLE)
 
 
 def graded(exercise: Exercise, text: str, seed: str, constants: dict[str, int] | None = None) -> Item:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from grade_mutants import RULES, mutants
+from helpers import mostly_slow
 
 from common.grade.kernel import grade_kernel
 
@@ -17,9 +18,7 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in MUTANTS]
-)
+@pytest.mark.parametrize("name", mostly_slow(MUTANTS, lambda name: name in SAMPLE))
 def test_mutant_is_rejected_for_the_right_reason(
     name: str, record_property: Callable[[str, object], None]
 ) -> None:

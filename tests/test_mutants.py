@@ -149,9 +149,6 @@ MUTANTS = {
         "02_tiled", "      __syncthreads();  // dS is complete\n",
         "      if (threadIdx.x < 64) __syncthreads();\n", device_error, {"barrier", "thread", "block"},
     ),
-}  # fmt: skip
-
-MORE_MUTANTS = {
     "maximum_starts_at_zero": Mutant(
         "00_forward", "smem.row_max[threadIdx.x] = -INFINITY;", "smem.row_max[threadIdx.x] = 0.0f;",
         scores_far_below_zero, {"out"},
@@ -223,13 +220,17 @@ MORE_MUTANTS = {
         device_error, {"shared memory"},
     ),
 }  # fmt: skip
-
-ALL_MUTANTS = MUTANTS | MORE_MUTANTS
+SAMPLE = {
+    "no_scale_on_dk",
+    "mask_top_left",
+    "row_stride_ignored",
+    "barrier_for_half_the_threads",
+}
 
 
 def mutated(name: str) -> Path:
     """The mutant's file, at a fixed place so that its build is reused by the next test run."""
-    mutant = ALL_MUTANTS[name]
+    mutant = MUTANTS[name]
     source = (REPO / "chapters" / mutant.chapter / "kernel.cu").read_text()
     assert source.count(mutant.old) == 1, (
         f"{mutant.chapter}/kernel.cu has {source.count(mutant.old)} times, not once: {mutant.old!r}"
@@ -247,10 +248,10 @@ def _pair(kernel: Chapter) -> tuple[Chapter, Chapter]:
     return (loaded("00_forward"), kernel) if kernel.has_backward else (kernel, loaded("02_tiled"))
 
 
-@pytest.mark.parametrize("name", mostly_slow(ALL_MUTANTS, lambda name: name in list(MUTANTS)[::3]))
+@pytest.mark.parametrize("name", mostly_slow(MUTANTS, lambda name: name in SAMPLE))
 def test_mutant_is_rejected(name: str) -> None:
     """The check that the chapter passes rejects the mutant."""
-    mutant = ALL_MUTANTS[name]
+    mutant = MUTANTS[name]
     original = mutant.check(*_pair(loaded(mutant.chapter)))
     assert original == set(), f"{mutant.chapter} itself is rejected: {original}"
     found = mutant.check(*_pair(load_kernel(mutated(name))))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import mostly_slow
 from mutation import HARMLESS, RULES, Mutant, mutants_of, sources_of, verdict, why_harmless
 
 from common.chapters import list_chapters
@@ -31,9 +32,7 @@ def _sample() -> set[str]:
 SAMPLE = _sample()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in MUTANTS]
-)
+@pytest.mark.parametrize("name", mostly_slow(MUTANTS, lambda name: name in SAMPLE))
 def test_mutant_is_seen(name: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     mutant = MUTANTS[name]
     seen, reason = verdict(mutant, tmp_path), why_harmless(mutant)
