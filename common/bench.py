@@ -76,6 +76,7 @@ def _measure_sweep(options: argparse.Namespace) -> bool:
             tokens=options.tokens,
             width=options.width or 2048,
             repeats=options.repeats,
+            rest=options.rest,
         )
         print(f"\n{dtype}, head_dim {head_dim}, {settings.heads} heads, {mask}: N, backward TFLOP/s")
 
@@ -108,6 +109,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=16384, help="batch times N in the sweep")
     parser.add_argument("--repeats", type=int, default=7, help="timings of each kernel in the sweep")
+    parser.add_argument(
+        "--rest",
+        type=float,
+        default=2.0,
+        help="pause before each timing of the sweep, as a multiple of the timing before (default: 2)",
+    )
     parser.add_argument("--output", type=Path, default=measurements.FOLDER, help="folder to write to")
     options = parser.parse_args(arguments)
     if problem := jit.cuda_problem():

@@ -314,7 +314,7 @@ def beside_sdpa(*chapters: str | int, dtype: str = "bf16", forward: bool = False
             rows.append(f"| {head_dim}, {mask}: {name} | " + " | ".join(cells) + " |")
     if not rows:
         return Markdown("Nothing is stored yet: `make bench` measures it on a GPU.")
-    note = f"{where}, all in turns in one process. In brackets: relative to FLASH."
+    note = f"{where}, all in turns in one process, with rests between. In brackets: relative to FLASH."
     return Markdown("\n".join([*rows, "", note]))
 
 

@@ -81,7 +81,9 @@ _WORDS = {
         "note": (
             "Backward TFLOP/s in {dtype} at {tokens:,} tokens (batch = {tokens:,} ÷ N), heads × d = {width}, "
             "by sequence length N. Each number is the median of {repeats} timings of all the kernels of a "
-            "backward pass, taken in turns in one process, fastest and slowest at most {spread:.1%} apart. "
+            "backward pass, taken in turns in one process, each after a rest {rest:g} times as long as the "
+            "timing before it (so that no kernel pays for another's heat), fastest and slowest at most "
+            "{spread:.1%} apart. "
             "Half of the FLOPs count when causal. In brackets: relative to FLASH. PyTorch's matrix product "
             "reached {peak} TFLOP/s in the same process ({where}). A blank means not measured since the last "
             "edit."
@@ -94,7 +96,9 @@ _WORDS = {
         "note": (
             "反向传播的 TFLOP/s，{dtype}，共 {tokens:,} 个 token（batch = {tokens:,} ÷ N），"
             "头数 × d = {width}，各列为序列长度 N。每个数是 {repeats} 次计时的中位数，计入反向的全部 kernel；"
-            "各 kernel 在同一个进程里轮流计时，最快与最慢相差不超过 {spread:.1%}。causal 只算一半 FLOP。"
+            "各 kernel 在同一个进程里轮流计时，"
+            "每次计时之前先停顿上一次计时的 {rest:g} 倍时间（以免前一个 kernel 的发热拖慢后一个），"
+            "最快与最慢相差不超过 {spread:.1%}。causal 只算一半 FLOP。"
             "括号内是相对于 FLASH 的倍数。同一个进程里，PyTorch 的矩阵乘法达到 {peak} TFLOP/s（{where}）。"
             "空白表示上次修改代码之后还没有测量。"
         ),
@@ -140,6 +144,7 @@ def sweep_table(language: str = "en", folder: Path = FOLDER) -> str:
         tokens=settings.tokens,
         width=settings.width,
         repeats=settings.repeats,
+        rest=settings.rest,
         spread=max((point.max_ms - point.min_ms) / point.median_ms for point in shown),
         peak=_range(sweep.matmul_tflops[_SWEPT] for sweep in stored),
         where="; ".join(f"{device}, {date}" for device, date in sorted(places)),

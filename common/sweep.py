@@ -53,6 +53,7 @@ class SweepSettings:
     tokens: int = 16384
     width: int = 2048  # heads times head_dim
     repeats: int = 7
+    rest: float = 2.0  # see timing.interleaved_timings
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -291,7 +292,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _timings(
-    makers: dict[str, Callable[[], Pass]], repeats: int, device: torch.device
+    makers: dict[str, Callable[[], Pass]], settings: SweepSettings, device: torch.device
 ) -> tuple[dict[str, timing.Timing], dict[str, str]]:
     """The times of what runs, by turns, and of what does not the reason."""
     ready: dict[str, Pass] = {}
@@ -306,7 +307,10 @@ def _timings(
             _finish(device)
             problems[name] = str(error).partition("\n")[0]
     timings = timing.interleaved_timings(
-        ready, lambda function, calls: timing.start_calls(function, calls, device), repeats=repeats
+        ready,
+        lambda function, calls: timing.start_calls(function, calls, device),
+        repeats=settings.repeats,
+        rest=settings.rest,
     )
     return timings, problems
 
@@ -369,7 +373,7 @@ def measure(
         if forward_makers.keys() & sources.keys():
             passes.append((sweep.forward, timing.forward_flops, forward_makers))
         for points, flops, of_pass in passes:
-            timings, problems = _timings(of_pass, settings.repeats, device)
+            timings, problems = _timings(of_pass, settings, device)
             for name, problem in problems.items():
                 sweep.left_out.append(LeftOut(name, seqlen, problem, name in sources))
             sizes = (settings.batch(seqlen), settings.heads, seqlen, seqlen, settings.head_dim)

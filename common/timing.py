@@ -87,6 +87,8 @@ def interleaved_timings(
     repeats: int = 7,
     target: float = 0.010,
     max_calls: int = 20,
+    rest: float = 0.0,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Timing]:
     """Times functions in turns, so that heat and clocks hit all alike. They must have run once before.
 
@@ -94,23 +96,25 @@ def interleaved_timings(
     the same other one. A function is called often enough for a repetition of it to last ``target`` seconds,
     at most ``max_calls`` times. One repetition warms up and is not counted.
 
-    ``start``: starts that many calls of a function; see ``start_calls``.
+    ``rest``: before each timing the GPU rests that many times as long as the timing before took, so that a
+    card at its power limit does not lower its clocks for one kernel because of another.
+    ``start``: starts that many calls of a function; see ``start_calls``. ``sleep``: waits for seconds.
     """
     calls = {}
     for name, function in functions.items():
         once = start(function, 2)()
         calls[name] = min(max_calls, max(1, math.ceil(target / once))) if once > 0 else max_calls
     seconds: dict[str, list[float]] = {name: [] for name in functions}
+    spent = 0.0
     for repeat in range(-1, repeats):
-        order = list(functions) if repeat % 2 else list(reversed(functions))
-        # All are started before the first is waited for, and the first is called once before it is timed: the
-        # GPU never idles, or that one's time would include that of its first launch.
-        functions[order[0]]()
-        started = {name: start(functions[name], calls[name]) for name in order}
-        for name, wait in started.items():
-            spent = wait()
+        for name in functions if repeat % 2 else reversed(functions):
+            sleep(rest * spent)
+            # Called once before it is timed: a first call on an idle GPU takes the time of its launch, too.
+            functions[name]()
+            each = start(functions[name], calls[name])()
+            spent = each * calls[name]
             if repeat >= 0:
-                seconds[name].append(spent)
+                seconds[name].append(each)
     return {
         name: Timing(statistics.median(found), min(found), max(found), calls[name])
         for name, found in seconds.items()

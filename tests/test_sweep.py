@@ -81,31 +81,31 @@ def test_short_functions_are_called_often_enough() -> None:
     assert set(log[3:]) == {("a", 12), ("b", 3), ("c", 20)}
 
 
-def test_all_of_a_repetition_is_started_before_any_is_waited_for() -> None:
-    events = []
-
-    def start(function: Callable[[], object], calls: int) -> Callable[[], float]:
-        events.append("start")
-        return lambda: events.append("wait") or 1.0
-
-    timing.interleaved_timings({"a": int, "b": int}, start, repeats=1)
-    assert events == ["start", "wait"] * 2 + ["start", "start", "wait", "wait"] * 2
-
-
-def test_no_repetition_begins_on_an_idle_gpu() -> None:
-    """Whoever is first would wait for the launch of its own first call, mostly the same one."""
+def test_nothing_is_timed_on_an_idle_gpu() -> None:
+    """Each is called right before it is timed, or its time would include the launch of its first call."""
     events = []
 
     def start(function: Callable[[], object], calls: int) -> Callable[[], float]:
         events.append(f"start {function()}")
-        return lambda: 1.0
+        return lambda: events.append("wait") or 1.0
 
     functions = {name: lambda name=name: events.append(f"call {name}") or name for name in ("a", "b")}
     timing.interleaved_timings(functions, start, repeats=2)
-    repetitions = events[4:]  # after the two that find out how often to call
-    for first in (repetitions[i : i + 3] for i in range(0, len(repetitions), 5)):
-        name = first[0].removeprefix("call ")
-        assert first == [f"call {name}", f"call {name}", f"start {name}"]
+    a, b = ([f"call {name}", f"call {name}", f"start {name}", "wait"] for name in ("a", "b"))
+    assert events[6:] == [*a, *b, *b, *a, *a, *b]  # after the two that find out how often to call
+
+
+def test_the_gpu_rests_as_long_as_the_timing_before_asks_for() -> None:
+    """A card at its power limit lowers its clocks: no function is to pay for the one before it."""
+    rests = []
+    functions, start, _ = a_clock(lambda name, run: {"a": 0.05, "b": 0.001, "c": 0.0}[name])
+    found = timing.interleaved_timings(
+        functions, start, repeats=2, rest=3.0, max_calls=20, sleep=rests.append
+    )
+    assert {name: t.calls for name, t in found.items()} == {"a": 1, "b": 10, "c": 20}
+    after_a, after_b, after_c = 3 * 0.05, 3 * 10 * 0.001, 0.0
+    expected = [0.0, after_a, after_b, after_c, after_c, after_b, after_a, after_a, after_b]
+    assert rests == pytest.approx(expected)
 
 
 def test_calls_on_the_cpu_are_made_and_averaged() -> None:

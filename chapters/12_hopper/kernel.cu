@@ -243,9 +243,8 @@ __device__ __forceinline__ void store_rows(Element* matrix, int row_start, int n
     const int col = n % (kPaddedDim / 8) * 8;
     const int row = 64 * self.index + 16 * self.warp + n / (kPaddedDim / 8);
     if (row_start + row >= num_rows || col >= kHeadDim) continue;
-    const int chunk = col % kPanelColumns / 8 ^ row % 8;
-    const uint4 eight =
-        *reinterpret_cast<const uint4*>(&panels[col / kPanelColumns][row][chunk * 8]);
+    const auto* chunk = &panels[col / kPanelColumns][row][(col % kPanelColumns / 8 ^ row % 8) * 8];
+    const uint4 eight = *reinterpret_cast<const uint4*>(chunk);
     *reinterpret_cast<uint4*>(matrix + int64_t(row_start + row) * kHeadDim + col) = eight;
   }
   __syncwarp();  // the rows may be written again
