@@ -1292,10 +1292,7 @@ def test_counts_of_a_chapter_do_not_depend_on_the_optimizer(name: str) -> None:
 
 @EACH_CHAPTER
 @pytest.mark.slow
-def test_counts_of_a_chapter_do_not_depend_on_the_compiler(name: str, request: pytest.FixtureRequest) -> None:
-    if name.startswith("12"):
-        reason = "a read in store_rows() stands on two lines; to be mended when 12 is next measured"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_counts_of_a_chapter_do_not_depend_on_the_compiler(name: str) -> None:
     if shutil.which("clang++") is None:
         pytest.skip("clang++ is not on PATH")
     # A process remembers its compiler.

@@ -140,6 +140,32 @@ def test_calls_on_a_gpu_are_queued_between_two_events(monkeypatch: pytest.Monkey
     assert log[5:] == ["wait"]
 
 
+def test_the_first_call_on_a_gpu_is_never_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN builds a kernel in its first call, for seconds; the call after it is what counts."""
+    clock = [0.0]
+    calls = iter([3.0, 0.5, 0.7, 0.9])  # seconds
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1000 * (end.at - self.at)
+
+    def call() -> None:
+        clock[0] += next(calls)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    assert timing.median_seconds(call, torch.device("cuda"), limit=1.0) == pytest.approx(0.5)
+    calls = iter([3.0])
+    assert timing.median_seconds(call, torch.device("cpu"), limit=1.0) == 3.0  # once is enough
+
+
 # ---------------------------------------------------------------- measuring
 
 
