@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from helpers import backward_chapters, forward_chapters, loaded, reproducible
+from helpers import backward_chapters, chapter_parameters, forward_chapters, loaded, reproducible
 from mutation import score_table
 
 from common import Chapter
@@ -44,24 +44,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(graded_table([tuple(row) for row in graded]))
 
 
-def _one_worker_each(chapters: list[str]) -> list:
-    # With `--dist loadgroup` one worker builds all that a chapter's tests need, once.
-    return [pytest.param(name, id=name, marks=pytest.mark.xdist_group(name)) for name in chapters]
-
-
-@pytest.fixture(params=_one_worker_each([info.name for info in backward_chapters()]))
+@pytest.fixture(params=chapter_parameters(backward_chapters()))
 def chapter(request: pytest.FixtureRequest) -> Chapter:
     """Each chapter that has a backward pass, its blocks spread over the cores."""
     return loaded(request.param)
 
 
-@pytest.fixture(params=_one_worker_each([info.name for info in backward_chapters()]))
+@pytest.fixture(params=chapter_parameters(backward_chapters()))
 def reproducible_chapter(request: pytest.FixtureRequest) -> Chapter:
     """Each chapter that has a backward pass, in a schedule that gives the same bits on every run."""
     return reproducible(request.param)
 
 
-@pytest.fixture(params=_one_worker_each([info.name for info in forward_chapters()]))
+@pytest.fixture(params=chapter_parameters(backward_chapters(), all_quick=True))
+def every_chapter(request: pytest.FixtureRequest) -> Chapter:
+    """Like ``reproducible_chapter``, for what is asked of each of them every time."""
+    return reproducible(request.param)
+
+
+@pytest.fixture(params=chapter_parameters(forward_chapters()))
 def forward_chapter(request: pytest.FixtureRequest) -> Chapter:
     """Each chapter that defines a forward pass of its own."""
     return loaded(request.param)

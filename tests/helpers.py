@@ -35,6 +35,27 @@ def mostly_slow(values: Iterable[object], quick: Callable[[object], bool]) -> li
 
 # ---------------------------------------------------------------- chapters
 
+# Each is a step from one of the others, whose tests all run every time: 02 has the tiles, 06 the splits of
+# dQ, 09 the tensor cores, 12 warpgroups. Every time these meet only the tests that use `every_chapter`, those
+# of the checker and of the formulas, and their notebooks. A new chapter is not among them.
+NEIGHBOURS = (1, 3, 4, 5, 7, 8, 10, 11)
+
+
+def chapter_parameters(infos: Iterable[ChapterInfo], *, all_quick: bool = False) -> list:
+    """Names as parameters. Those of ``NEIGHBOURS`` are slow, unless ``all_quick``."""
+    # With `--dist loadgroup` one worker builds all that a chapter's tests need, once.
+    return [
+        pytest.param(
+            info.name,
+            id=info.name,
+            marks=[
+                pytest.mark.xdist_group(info.name),
+                *([pytest.mark.slow] if info.number in NEIGHBOURS and not all_quick else []),
+            ],
+        )
+        for info in infos
+    ]
+
 
 @functools.cache
 def loaded(name: str, schedule: str | int | None = None) -> Chapter:

@@ -20,6 +20,7 @@ from helpers import (
     loaded,
     run,
     same_bits,
+    widest_dtype,
 )
 from torch import Tensor
 
@@ -32,13 +33,7 @@ def leaves_of(inputs: Inputs) -> list[Tensor]:
     return [tensor.clone().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_gradients_through_autograd(
-    reproducible_chapter: Chapter, dtype: torch.dtype, is_causal: bool
-) -> None:
-    """B11: autograd gets what the methods compute, with the same options."""
-    chapter = reproducible_chapter
+def check_gradients_through_autograd(chapter: Chapter, dtype: torch.dtype, *, is_causal: bool) -> None:
     inputs = draw(2, 2, 37, 50, chapter=chapter, dtype=dtype)
     options = {"softmax_scale": 0.3, "is_causal": is_causal}
     leaves = leaves_of(inputs)
@@ -51,6 +46,21 @@ def test_gradients_through_autograd(
     assert torch.equal(out, direct.out)
     for leaf, name in zip(leaves, ("dq", "dk", "dv"), strict=True):
         assert torch.equal(leaf.grad, getattr(direct, name)), name
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_through_autograd_of_every_chapter(every_chapter: Chapter, is_causal: bool) -> None:
+    """B11: autograd gets what the methods compute, with the same options, and both are right."""
+    check_gradients_through_autograd(every_chapter, widest_dtype(every_chapter), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_through_autograd(
+    reproducible_chapter: Chapter, dtype: torch.dtype, is_causal: bool
+) -> None:
+    """The same in every dtype."""
+    check_gradients_through_autograd(reproducible_chapter, dtype, is_causal=is_causal)
 
 
 def test_gradients_accumulate_and_the_graph_is_freed(reproducible_chapter: Chapter) -> None:

@@ -13,6 +13,7 @@ from helpers import (
     assert_same_bits,
     axes_swapped,
     backward_chapters,
+    chapter_parameters,
     loaded,
     reproducible,
     run,
@@ -34,18 +35,7 @@ QUICK = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-# Every time: tiles, splits of dQ, tensor cores, warpgroups. The others differ from these in one step each.
-OFTEN = (2, 6, 9, 12)
-CHAPTERS = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            info.name,
-            marks=[pytest.mark.xdist_group(info.name), *([] if info.number in OFTEN else [pytest.mark.slow])],
-        )
-        for info in backward_chapters()
-    ],
-)
+CHAPTERS = pytest.mark.parametrize("name", chapter_parameters(backward_chapters()))
 LAYOUTS = ["dense", "swapped", "sliced", "misaligned", "heads_shared", "rows_shared", "columns_strided"]
 
 
