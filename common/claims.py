@@ -101,16 +101,3 @@ def measured_table(found: Iterable[tuple[Claim, Verdict]]) -> Markdown:
     rows = ["| # | measured |", "|---:|---|"]
     rows += [f"| {entry.number} | {verdict.measured} |" for entry, verdict in found if verdict.measured]
     return Markdown("\n".join(rows))
-
-
-def check_claims(*numbers: int) -> Markdown:
-    """Checks claims, all without numbers, and returns a table of verdicts and evidence.
-
-    Raises ValueError for a number nobody has registered.
-    """
-    return claims_table(verdicts(*numbers))
-
-
-def measured_evidence(*numbers: int) -> Markdown:
-    """What the claims' checks found on this machine, or in the stored measurements: times and rates."""
-    return measured_table(verdicts(*numbers))

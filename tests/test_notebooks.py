@@ -99,7 +99,7 @@ def test_most_outputs_are_compared(path: Path) -> None:
 def test_claims_name_the_notebooks_that_check_them() -> None:
     """``Claim.chapters``, which 90_claims turns into links, against what the notebooks call."""
     named = {(c.number, chapter) for c in all_claims() for chapter in c.chapters}
-    calls = re.compile(r"\b(?:verdicts|check_claims)\(([\d, ]+)\)")
+    calls = re.compile(r"\bverdicts\(([\d, ]+)\)")
     run = {
         (int(number), path.stem)
         for path in NOTEBOOKS
