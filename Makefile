@@ -6,7 +6,9 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 CLANG_FORMAT = $(PYTHON) -c 'import clang_format; clang_format.clang_format()'
 
-# A notebook is one unit of work (loadfile), run by the Python that runs the tests.
+# A notebook is one unit of work (loadfile), run by the Python that runs the tests. The last take longest, so
+# they come first.
+NOTEBOOKS = $(shell ls -r notebooks/*.ipynb)
 NBVAL = --nbval --nbval-current-env --nbval-cell-timeout=300 -p no:cacheprovider
 
 # With a Python of your own nothing is installed.
@@ -44,7 +46,7 @@ lab: $(READY) ## JupyterLab in notebooks/
 
 test: $(READY) ## the tests, without the slow ones, and every notebook against its stored outputs
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(ARGS)
-	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(NBVAL) notebooks
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(NBVAL) $(NOTEBOOKS)
 
 test-slow: $(READY) ## only the slow tests
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadgroup -m slow $(ARGS)

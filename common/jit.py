@@ -389,7 +389,9 @@ def _load(
                         sources = [*sources, folder / file]
                     linked = [shlex.quote(str(path)) for path in objects()]
                     if cuda_cflags is None:
-                        linked += [f"-L{shlex.quote(str(_stand_ins()))}", "-Wl,--no-as-needed"]
+                        # The CPU device itself needs none of PyTorch, and runs in programs without it.
+                        needed = "-Wl,--no-as-needed" if linked else "-Wl,--as-needed"
+                        linked += [f"-L{shlex.quote(str(_stand_ins()))}", needed]
                     cpp_extension.load(
                         name,
                         [str(s) for s in sources],
