@@ -36,8 +36,8 @@ def mostly_slow(values: Iterable[object], quick: Callable[[object], bool]) -> li
 # ---------------------------------------------------------------- chapters
 
 # Each is a step from one of the others, whose tests all run every time: 02 has the tiles, 06 the splits of
-# dQ, 09 the tensor cores, 12 warpgroups. Every time these meet only the tests that use `every_chapter`, those
-# of the checker and of the formulas, and their notebooks. A new chapter is not among them.
+# dQ, 09 the tensor cores, 12 warpgroups. Every time these meet only the tests that use `every_chapter`, the
+# checker, and their notebooks with the formulas. A new chapter is not among them.
 NEIGHBOURS = (1, 3, 4, 5, 7, 8, 10, 11)
 
 

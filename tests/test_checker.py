@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import BF16, FP16, FP32, axes_swapped, draw, loaded, same_bits
+from helpers import BF16, FP16, FP32, axes_swapped, chapter_parameters, draw, loaded, same_bits
 from torch import Tensor
 
 from common import Chapter, jit, list_chapters, load_chapter
@@ -1218,9 +1218,7 @@ def assert_nothing_found(reports: list[Report]) -> None:
         assert [str(f) for f in report.findings] == [], report.what
 
 
-EACH_CHAPTER = pytest.mark.parametrize(
-    "name", [pytest.param(i.name, marks=pytest.mark.xdist_group(i.name), id=i.name) for i in list_chapters()]
-)
+EACH_CHAPTER = pytest.mark.parametrize("name", chapter_parameters(list_chapters(), all_quick=True))
 RAGGED = [
     Shape(2, 1, 45, 70),
     Shape(1, 2, 70, 45, is_causal=True),  # queries that see no key
@@ -1259,7 +1257,7 @@ def test_nothing_is_found_in_a_chapter_at_more_sizes(name: str, dtype: torch.dty
             assert_nothing_found(check_chapter(loaded(name, seed), shape, dtype, head_dim))
 
 
-@EACH_CHAPTER
+@pytest.mark.parametrize("name", chapter_parameters(list_chapters()))
 def test_counts_of_a_chapter_do_not_depend_on_the_order(name: str) -> None:
     shape = Shape(2, 1, 45, 70, is_causal=True)
     in_order = [counts(r.traffic) for r in check_chapter(loaded(name), shape, FP32, 64)]

@@ -84,7 +84,7 @@ def test_cheap_atomics_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("bf16 sm_80", "RED.E.ADD.BF16x2.RN", 5, HOLDS),
         pytest.param("fp16 sm_80", "ATOMG.E.CAS.STRONG.GPU", 5, FAILS, marks=pytest.mark.slow),
-        ("bf16 sm_80", "ATOMG.E.ADD.F32.FTZ.RN", 7, FAILS),
+        pytest.param("bf16 sm_80", "ATOMG.E.ADD.F32.FTZ.RN", 7, FAILS, marks=pytest.mark.slow),
         pytest.param("fp32 sm_90a", "RED.E.ADD.F32.FTZ.RN", 7, FAILS, marks=pytest.mark.slow),
     ],
 )

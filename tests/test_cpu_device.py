@@ -491,7 +491,8 @@ def test_results(device: Device, name: str) -> None:
         check_arrays(arrays, expected, lambda array: array.split(".")[-1] in SIXTEEN_BIT)
 
 
-@pytest.mark.parametrize("name", mostly_slow(["reduction", "warp"], lambda name: name == "warp"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["reduction", "warp"])
 def test_results_when_fortified(device_folder: Path, name: str) -> None:
     for schedule in (-2, 5):
         arrays = device_of("fortified", device_folder).run(name, SCHEDULE=schedule)
