@@ -446,11 +446,12 @@ def why_backward_underfills() -> Verdict:
     holds_for_shared = all(limit < products for limit in shared.values())
     holds_for_atomics = inside * atomics["10"] < shared["10"]
     limits = ", ".join(f"{limit:.0f} in {name}" for name, limit in shared.items())
+    sweep = find_sweep("bf16", p.head_dim, False)
     best = {
-        e["chapter"][:2]: max(v["values"])
-        for e in data["experiments"] for v in e["variants"]
-        if v["kept"] and e["id"] in ("stagger_d128", "copies_of_dout")
-    }  # fmt: skip
+        name[:2]: max(point.tflops for point in sweep.points if point.name == name)
+        for name in ("10_async_pipeline", "11_warp_roles")
+        if sweep is not None and any(point.name == name for point in sweep.points)
+    }
     (at_once,) = [e for e in data["experiments"] if e["id"] == "hopper_ceiling"]
     added, left_out = (v["values"][-1] for v in at_once["variants"])
     if not holds_for_shared or holds_for_atomics:
@@ -462,13 +463,14 @@ def why_backward_underfills() -> Verdict:
         f"additions to dQ in 10 and 11 allow {inside * atomics['10']:,.0f} as long as their target stays in "
         f"L2; beyond it, in a buffer of 256 MB, {beyond * atomics['10']:.0f}, less than the shared memory of "
         "11. Instructions and waiting are in neither number.",
-        condition="it is said of shared memory; of the atomics, when dQ's accumulator is larger than L2",
+        condition="it is said of shared memory; of the atomics in 10 and 11, when dQ's accumulator is larger "
+        "than L2",
         measured=f"bf16, d = {p.head_dim}, full: "
         + ", ".join(
-            f"{name} reaches {x} TFLOP/s, {x / shared[name]:.0%} of what its shared memory allows"
+            f"{name} reaches {x:.0f} TFLOP/s, {x / shared[name]:.0%} of what its shared memory allows"
             for name, x in best.items()
         )
-        + f"; 12, whose additions followed a tile's products, reached {added} at N = "
+        + f"; a 12 whose additions followed a tile's products, reached {added} at N = "
         f"{at_once['seqlens'][-1]}, with the additions left out {left_out} ({data['gpu']}, {data['date']})",
     )
 
