@@ -447,11 +447,8 @@ def why_backward_underfills() -> Verdict:
     holds_for_atomics = inside * atomics["10"] < shared["10"]
     limits = ", ".join(f"{limit:.0f} in {name}" for name, limit in shared.items())
     sweep = find_sweep("bf16", p.head_dim, False)
-    best = {
-        name[:2]: max(point.tflops for point in sweep.points if point.name == name)
-        for name in ("10_async_pipeline", "11_warp_roles")
-        if sweep is not None and any(point.name == name for point in sweep.points)
-    }
+    found = {n: sweep.best(n) for n in ("10_async_pipeline", "11_warp_roles")} if sweep is not None else {}
+    best = {name[:2]: tflops for name, tflops in found.items() if tflops is not None}
     (at_once,) = [e for e in data["experiments"] if e["id"] == "hopper_ceiling"]
     added, left_out = (v["values"][-1] for v in at_once["variants"])
     if not holds_for_shared or holds_for_atomics:

@@ -121,6 +121,10 @@ class Sweep:
         points = self.forward if forward else self.points
         return next((p for p in points if p.name == name and p.seqlen == seqlen), None)
 
+    def best(self, name: str) -> float | None:
+        """The most TFLOP/s of a backward pass at any length, or None if it was not measured."""
+        return max((p.tflops for p in self.points if p.name == name), default=None)
+
     def ratio(self, name: str, seqlen: int, *, to: str = FLASH, forward: bool = False) -> float | None:
         """How many times as fast as PyTorch's FLASH, or as ``to``; or None."""
         point, other = (self.point(n, seqlen, forward=forward) for n in (name, to))

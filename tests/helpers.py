@@ -41,6 +41,11 @@ def mostly_slow(values: Iterable[object], quick: Callable[[object], bool]) -> li
 NEIGHBOURS = (1, 3, 4, 5, 7, 8, 10, 11)
 
 
+def is_quick(info: ChapterInfo) -> bool:
+    """Whether all tests of a chapter run every time."""
+    return info.number not in NEIGHBOURS
+
+
 def chapter_parameters(infos: Iterable[ChapterInfo], *, all_quick: bool = False) -> list:
     """Names as parameters. Those of ``NEIGHBOURS`` are slow, unless ``all_quick``."""
     # With `--dist loadgroup` one worker builds all that a chapter's tests need, once.
@@ -50,7 +55,7 @@ def chapter_parameters(infos: Iterable[ChapterInfo], *, all_quick: bool = False)
             id=info.name,
             marks=[
                 pytest.mark.xdist_group(info.name),
-                *([pytest.mark.slow] if info.number in NEIGHBOURS and not all_quick else []),
+                *([] if all_quick or is_quick(info) else [pytest.mark.slow]),
             ],
         )
         for info in infos

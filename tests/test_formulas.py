@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import sympy
 import torch
-from helpers import NEIGHBOURS, draw, mostly_slow, nearest_build
+from helpers import draw, is_quick, mostly_slow, nearest_build
 
 from common import Chapter, load_chapter
 from common.chapters import ChapterInfo, list_chapters
@@ -80,9 +80,7 @@ def assert_exact(info: ChapterInfo, problem: Problem, *, forward: bool = False) 
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=name_of)
-@pytest.mark.parametrize(
-    "info", mostly_slow(CHAPTERS, lambda info: info.number not in NEIGHBOURS), ids=lambda info: info.name
-)
+@pytest.mark.parametrize("info", mostly_slow(CHAPTERS, is_quick), ids=lambda info: info.name)
 def test_formulas_equal_the_count(info: ChapterInfo, problem: Problem) -> None:
     assert_exact(info, problem)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import NEIGHBOURS, loaded, mostly_slow
+from helpers import is_quick, loaded, mostly_slow
 
 from common import ChapterInfo, jit, list_chapters, readme
 from common.diff import step_size
@@ -81,11 +81,7 @@ def test_what_a_chapter_builds_on_exists(info: ChapterInfo) -> None:
         assert info.builds_on in names[: names.index(info.name)]
 
 
-@pytest.mark.parametrize(
-    "info",
-    mostly_slow(FOR_A_T4, lambda info: info.number not in NEIGHBOURS),
-    ids=lambda info: info.name,
-)
+@pytest.mark.parametrize("info", mostly_slow(FOR_A_T4, is_quick), ids=lambda info: info.name)
 @pytest.mark.parametrize("head_dim", [64, pytest.param(80, marks=pytest.mark.slow), 128])
 def test_shared_memory_fits_a_t4(info: ChapterInfo, head_dim: int) -> None:
     chapter = loaded(info.name)
