@@ -107,7 +107,7 @@ torch.library.define(
 
 
 @torch.library.impl("fa2_backward::attention", "CompositeExplicitAutograd")
-@torch.compiler.disable
+@torch._disable_dynamo
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -130,7 +130,7 @@ def _(q, k, v, softmax_scale, is_causal, deterministic, chapter):  # noqa: ANN00
 
 
 @torch.library.impl("fa2_backward::attention_backward", "CompositeExplicitAutograd")
-@torch.compiler.disable
+@torch._disable_dynamo
 def _attention_backward(
     q: Tensor,
     k: Tensor,

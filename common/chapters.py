@@ -78,10 +78,13 @@ def _capability(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+_parsed = functools.lru_cache(maxsize=64)(tomllib.loads)  # each call of a kernel reads them all
+
+
 def _read_info(folder: Path) -> ChapterInfo:
     path = folder / "chapter.toml"
     try:
-        data = tomllib.loads(path.read_text())
+        data = _parsed(path.read_text())
         head_dim = data["head_dim"]
         info = ChapterInfo(
             name=folder.name,

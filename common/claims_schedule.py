@@ -580,7 +580,7 @@ _V_AND_DS = (
   Element sdO[kStages][kBlockM][kPaddedDim];
 """,
 )
-_LAST_BARRIER_OF_09 = "      __syncthreads();  // sQ, sdO, sP, sdS and sK are still read by the products\n"
+_LAST_BARRIER_OF_09 = "      __syncthreads();  // sQ and sdO, and after the last tile sK, are still read by the products\n"
 
 
 @claim(

@@ -201,7 +201,7 @@ def measure_machine() -> dict[str, object]:
 
 
 def measure_atomics() -> dict[str, object]:
-    """Elements per second, of plain stores and of atomic additions, in a buffer inside and beyond L2."""
+    """Operations per second, of plain stores and of atomic additions, in a buffer inside and beyond L2."""
     capability = jit.compute_capability(torch.device("cuda"))
     arch = f"sm_{capability[0]}{capability[1]}"
     with tempfile.TemporaryDirectory() as folder:
@@ -211,28 +211,29 @@ def measure_atomics() -> dict[str, object]:
         subprocess.run([*command, str(source), "-o", str(library)], check=True)
         touch = ctypes.CDLL(str(library)).touch
     touch.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    rows = []
-    for place, size, passes in (("L2", 16 * _MIB, 32), ("beyond L2", 2048 * _MIB, 1)):
+    kinds = {"float": ("store", "atomicAdd"), "half2": ("store", "atomicAdd", "red")}
+    kinds["bfloat162"] = kinds["float"]
+    width, rows = 4, []
+    for place, size, passes in (("L2", 16 * _MIB, 320), ("beyond L2", 2048 * _MIB, 4)):
         data = torch.zeros(size, dtype=torch.uint8, device="cuda")
-        for type_, (name, width) in enumerate((("float", 4), ("half2", 4), ("bfloat162", 4))):
-            for add in (False, True):
+        for type_, (name, operations) in enumerate(kinds.items()):
+            for number, operation in enumerate(operations):
 
                 def run(
-                    type_: int = type_, add: bool = add, data: Tensor = data, passes: int = passes
+                    type_: int = type_, number: int = number, data: Tensor = data, passes: int = passes
                 ) -> None:
-                    error = touch(type_, int(add), data.data_ptr(), data.numel(), passes)
+                    error = touch(type_, number, data.data_ptr(), data.numel(), passes)
                     if error:
                         raise RuntimeError(f"atomics_rate.cu: CUDA error {error}")
 
-                seconds = timing.median_seconds(run, torch.device("cuda"))
-                operations = size // width * passes
+                rate = size // width * passes / timing.median_seconds(run, torch.device("cuda"))
                 rows.append(
                     {
                         "place": place,
                         "type": name,
-                        "operation": "atomicAdd" if add else "store",
-                        "operations_per_second": operations / seconds,
-                        "bytes_per_second": operations * width / seconds,
+                        "operation": operation,
+                        "operations_per_second": rate,
+                        "bytes_per_second": width * rate,
                     }
                 )
         print(f"atomics: {place} done", flush=True)

@@ -37,6 +37,7 @@ SYMBOLS = {
     "V": "visible elements of one head's S (all of them unless causal)",
 }
 _BARRIERS = "barriers"
+_EXACT = 2**53  # up to which a float holds every whole number
 _OPERATIONS = ("read", "written", "atomic_bytes", "atomics")
 _symbols = {name: sympy.Symbol(name, integer=True, nonnegative=True) for name in SYMBOLS}
 _index = sympy.Symbol("i", integer=True, nonnegative=True)
@@ -139,7 +140,7 @@ class Formulas:
         """(tensor, operation) → expression; ("barriers", "") for the barriers."""
         return {key: self._parse(text) for key, text in self.text.items()}
 
-    def _values(self, problem: Problem) -> dict[sympy.Symbol, int]:
+    def _exact_values(self, problem: Problem) -> dict[sympy.Symbol, int]:
         values: dict[sympy.Symbol, Any] = dict(problem.values())
         used = self._used_symbols()
         waiting = {symbol: e for symbol, e in self.definitions.items() if symbol in used}
@@ -152,13 +153,20 @@ class Formulas:
         return values
 
     def evaluate(self, problem: Problem) -> dict[tuple[str, str], int]:
-        """The value of each formula for one problem."""
-        values = self._values(problem)
+        """The value of each formula for one problem. Raises ValueError for a symbol that nothing defines."""
+        value_of = _evaluator({str(symbol): value for symbol, value in problem.values().items()}, self.where)
+        found = {key: value_of(text) for key, text in self.text.items()}
+        return found if all(abs(value) < _EXACT for value in found.values()) else self.exactly(problem)
+
+    def exactly(self, problem: Problem) -> dict[tuple[str, str], int]:
+        """What ``evaluate`` gives, whatever its size, computed by SymPy: up to a hundred times slower."""
+        values = self._exact_values(problem)
         return {key: int(e.subs(values).doit()) for key, e in self.expressions.items()}
 
     def symbol(self, name: str, problem: Problem) -> int:
-        """The value of one of the symbols for one problem. Raises KeyError if the formulas do not use it."""
-        return self._values(problem)[self._names[name]]
+        """The value of one of the symbols for one problem."""
+        values = {str(symbol): value for symbol, value in problem.values().items()}
+        return _evaluator(values, self.where)(name)
 
     def predict(self, problem: Problem) -> dict[str, TensorTraffic]:
         """Bytes by tensor, as ``Traffic.tensors`` has them; shared memory under "shared"."""
@@ -224,20 +232,25 @@ def number(text: str, values: Mapping[str, int], where: Mapping[str, str]) -> in
     values: symbol → number. where: symbol → formula, besides T_q, T_k and V. Raises ValueError, naming it,
     for a text that is no formula and for a symbol that nothing defines.
     """
+    return _evaluator(values, where)(text)
+
+
+def _evaluator(values: Mapping[str, int], where: Mapping[str, str]) -> Callable[[str], int]:
+    """``number`` for many formulas with the same symbols."""
     known = dict(values)
     definitions = {**where, **_ALWAYS_DEFINED}
 
-    def value_of(text: str, pending: tuple[str, ...]) -> float:
+    def value_of(text: str, pending: tuple[str, ...] = ()) -> int:
         function, names = _compiled(text)
         for name in names:
             if name in known:
                 continue
             if name in pending or name not in definitions:
                 raise ValueError(f"{text!r} uses {name}, which nothing defines")
-            known[name] = int(value_of(str(definitions[name]), (*pending, name)))
-        return function(*(known[name] for name in names))
+            known[name] = value_of(str(definitions[name]), (*pending, name))
+        return int(function(*(known[name] for name in names)))
 
-    return int(value_of(text, ()))
+    return value_of
 
 
 @lru_cache(maxsize=4096)

@@ -240,11 +240,24 @@ def with_header_changed(kernel: Path, header: Path, text: str) -> str:
     return _INCLUDE.sub(contents, kernel.read_text())
 
 
+# A comment, or a literal that may look like one inside.
+_COMMENT_OR_LITERAL = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
+
+
+def without_comments(source: str) -> str:
+    """C++ without its comments and without lines and ends of lines that hold nothing else."""
+    code = _COMMENT_OR_LITERAL.sub(lambda m: " " if m.group()[0] == "/" else m.group(), source)
+    return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
+
+
 def kernel_digest(kernel: Path) -> str:
-    """Hash of a kernel file and the headers it includes: what a GPU measurement depends on."""
+    """Hash of what a GPU measurement depends on: a kernel file and the headers it includes.
+
+    Without comments, so that one can be mended without measuring again.
+    """
     sha = hashlib.sha256()
     for path in kernel_sources(kernel):
-        sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        sha.update(path.name.encode() + b"\0" + without_comments(path.read_text()).encode() + b"\0")
     return sha.hexdigest()[:12]
 
 

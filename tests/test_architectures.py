@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import backward_chapters, draw, mostly_slow, run_and_check, same_bits
+from helpers import (
+    BF16,
+    FP16,
+    FP32,
+    backward_chapters,
+    draw,
+    mostly_slow,
+    nearest_build,
+    run_and_check,
+    same_bits,
+)
 
 from common import ChapterInfo, chapters, flash_attention, jit, load_chapter
 from common.attention import default_chapter
@@ -54,6 +64,36 @@ def test_the_checker_finds_nothing(info: ChapterInfo, capability: tuple[int, int
     report = chapter.check(x.q, x.k, x.v, out, x.dout, lse, is_causal=True)
     assert [str(f) for f in report.findings] == []
     assert all(c.ok for c in compare_outputs(chapter, problem, report, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "head_dim"), [(FP32, 64), (FP16, 64), (BF16, 72), (BF16, 128)])
+@pytest.mark.parametrize(
+    ("info", "capability"),
+    [
+        pytest.param(info, capability, id=f"{info.name}-sm{capability[0]}{capability[1]}")
+        for info in backward_chapters()
+        for capability in ((7, 5), *LIMITS)
+        if info.runs_on(capability) and info.max_compute_capability is None
+    ],
+)
+def test_code_for_older_gpus_is_right(
+    info: ChapterInfo,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is compiled for a T4, say, as PTX, of which the driver makes code for the GPU that is there."""
+    arch = f"compute_{capability[0]}{capability[1]}"
+    monkeypatch.setattr(jit, "compute_capability", lambda _: capability)
+    monkeypatch.setattr(jit, "_gencode", lambda _: f"-gencode=arch={arch},code={arch}")
+    chapter = load_chapter(info.name)
+    inputs = draw(2, 3, 150, 210, chapter=chapter, dtype=dtype, head_dim=head_dim, device="cuda")
+    for is_causal in (False, True):
+        run_and_check(chapter, inputs, is_causal=is_causal)
+    library = chapter.library(*nearest_build(chapter, dtype, head_dim), "cuda")
+    assert f"_sm{capability[0]}{capability[1]}_" in library.name
 
 
 def test_there_are_such_chapters() -> None:

@@ -187,7 +187,7 @@ def test_a_formula_that_cannot_be_read_is_named(data: dict[str, dict[str, str]],
 
 def test_a_symbol_without_a_value_is_named() -> None:
     formulas = Formulas({"backward": {"q": {"read": "T_q*B"}}}, "backward")
-    with pytest.raises(ValueError, match="T_q: nothing defines"):
+    with pytest.raises(ValueError, match="uses B_r, which nothing defines"):
         formulas.evaluate(Problem(1, 1, 8, 8, 16, F32))
 
 
@@ -202,6 +202,7 @@ def test_a_number_is_what_the_formulas_give() -> None:
     """The fast way against the exact one, over every formula of every chapter."""
     problems = [
         Problem(2, 3, 77, 70, 16, torch.float32),
+        Problem(1, 1, 1, 333, 128, torch.bfloat16, is_causal=True),
         Problem(1, 2, 70, 77, 24, torch.float16, is_causal=True, deterministic=True),
     ]
     for info in list_chapters():
@@ -211,11 +212,15 @@ def test_a_number_is_what_the_formulas_give() -> None:
                 continue
             for problem in problems:
                 values = {str(symbol): value for symbol, value in problem.values().items()}
-                for key, value in formulas.evaluate(problem).items():
+                exact = formulas.exactly(problem)
+                assert formulas.evaluate(problem) == exact, info.name
+                for key, value in exact.items():
                     assert number(formulas.text[key], values, info.traffic.get("where", {})) == value, (
                         info.name,
                         key,
                     )
+    huge = Formulas({"backward": {"q": {"read": "H**20/3 + 1"}}}, "backward")
+    assert huge.evaluate(Problem(1, 9, 8, 8, 16, F32)) == {("q", "read"): 9**20 // 3 + 1}
     assert number("Sum(Max(0, i - a), (i, 0, 3)) + Piecewise((1, a > 2), (5, True))", {"a": 2}, {}) == 6
     with pytest.raises(ValueError, match="uses nope, which nothing defines"):
         number("nope + 1", {}, {})

@@ -635,6 +635,33 @@ def test_a_mistake_in_chapter_toml_names_the_file(tmp_path: Path, old: str, new:
         load_kernel(folder / "kernel.cu")
 
 
+def test_comments_are_no_code() -> None:
+    source = """// first
+int a = 1;  // one
+
+/* several
+   lines */ const char* b = "// no \\" comment"; char c = '"'; int d = 8 / 2;  /* x */
+"""
+    code = """int a = 1;
+  const char* b = "// no \\" comment"; char c = '"'; int d = 8 / 2;"""
+    assert jit.without_comments(source) == code
+
+
+def test_a_measurement_depends_on_the_code_alone(tmp_path: Path) -> None:
+    kernel = tmp_path / "kernel.cu"
+    text = loaded("02_tiled").info.kernel.read_text()
+
+    def digest(old: str, new: str) -> str:
+        assert text.count(old) == 1, old
+        kernel.write_text(text.replace(old, new))
+        return jit.kernel_digest(kernel)
+
+    original = digest("// P and dS are complete", "// P and dS are complete")
+    assert digest("// P and dS are complete", "// complete\n\n") == original
+    assert digest("__syncthreads();  // P and dS are complete", "") != original
+    assert digest("constexpr int kBlockN = 32;", "constexpr int kBlockN = 16;") != original
+
+
 @pytest.mark.parametrize("schedule", ["random", -1, 1.5, True, "1"])
 def test_impossible_schedules_are_refused(schedule: object) -> None:
     """B17's kind: the message lists what a schedule may be."""

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) dkdv_kernel(const BackwardPara
       add_transposed_product<kNumThreads>(acc_dv, smem.sP, smem.sdO);
       // 6. dK += dSᵀ Q  [kBlockN, kHeadDim]
       add_transposed_product<kNumThreads>(acc_dk, smem.sdS, smem.sQ);
-      __syncthreads();  // sQ, sdO, sP and sdS are still read by the products
+      __syncthreads();  // sQ and sdO are still read by the products
     }
 
     Element* dk = params.dk + first_row * kHeadDim;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) dq_kernel(const BackwardParams
 
       // 7. dQ += dS K  [kBlockM, kHeadDim]
       add_product<kNumThreads>(acc_dq, smem.sdS, smem.sK);
-      __syncthreads();  // sK and sdS are still read by the product
+      __syncthreads();  // sK is still read by the product
     }
 
     Element* dq = params.dq + first_row * kHeadDim;

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       add_transposed_product<kNumThreads>(acc_dv, smem.sP, smem.sdO);
       // 6. dK += dSᵀ Q  [kBlockN, kHeadDim]
       add_transposed_product<kNumThreads>(acc_dk, smem.sdS, smem.sQ);
-      __syncthreads();  // sQ, sdO, sP and sdS are still read by the products
+      __syncthreads();  // sQ and sdO are still read by the products
     }
 
     Element* dk = params.dk + first_row * kHeadDim;

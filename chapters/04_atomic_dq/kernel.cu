@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) backward_kernel(const Backward
                           params.softmax_scale * y);
         }
       }
-      __syncthreads();  // sQ, sdO, sP, sdS and sK are still read by the products
+      __syncthreads();  // sQ and sdO, and after the last tile sK, are still read by the products
     }
 
     Element* dk = params.dk + first_row * kHeadDim;

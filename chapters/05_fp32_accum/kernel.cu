@@ -8,7 +8,7 @@
 // does). The scale moves to the convert kernel, one multiplication per element of dQ.
 // A head makes N²·d / kBlockN additions: N / kBlockN blocks, each adding to all N·d elements.
 //
-// Grid: (batch · num_heads, blocks of keys).
+// Grid of backward_kernel: (batch · num_heads, blocks of keys).
 // Block: 128 threads; a tile's elements are dealt out to the threads in row-major order.
 // Shared memory: Q, O, dO, K, V tiles and the tiles of P and dS, fp32. Global scratch: dq_accum.
 #include "common/cuda/attention.h"
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           atomicAdd(dq + int64_t(m_start) * kHeadDim + i, sum);
         }
       }
-      __syncthreads();  // sQ, sdO, sP, sdS and sK are still read by the products
+      __syncthreads();  // sQ and sdO, and after the last tile sK, are still read by the products
     }
 
     Element* dk = params.dk + first_row * kHeadDim;

@@ -11,7 +11,7 @@
 // head; 8 is a compromise: memory grows with the number of accumulators, parallelism with that of blocks.
 // Without deterministic nothing changes against 05.
 //
-// Grid: (batch · num_heads, splits; without deterministic, blocks of keys).
+// Grid of backward_kernel: (batch · num_heads, splits; without deterministic, blocks of keys).
 // Block: 128 threads; a tile's elements are dealt out to the threads in row-major order.
 // Shared memory: Q, O, dO, K, V tiles and the tiles of P and dS, fp32. Global scratch: dq_accum.
 #include "common/cuda/attention.h"
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           atomicAdd(dq + int64_t(m_start) * kHeadDim + i, sum);
         }
       }
-      __syncthreads();  // sQ, sdO, sP, sdS and sK are still read by the products
+      __syncthreads();  // sQ and sdO, and after the last tile sK, are still read by the products
     }
 
     Element* dk = params.dk + first_row * kHeadDim;

@@ -8,7 +8,7 @@
 // the work tends to half as N grows. Tiles that the mask cuts, on the diagonal, and tiles at the ragged
 // ends are masked element by element; all others are not.
 //
-// Grid: (batch · num_heads, splits; without deterministic, blocks of keys).
+// Grid of backward_kernel: (batch · num_heads, splits; without deterministic, blocks of keys).
 // Block: 128 threads; a tile's elements are dealt out to the threads in row-major order.
 // Shared memory: Q, O, dO, K, V tiles and the tiles of P and dS, fp32. Global scratch: dq_accum.
 #include "common/cuda/attention.h"
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           atomicAdd(dq + int64_t(m_start) * kHeadDim + i, sum);
         }
       }
-      __syncthreads();  // sQ, sdO, sP, sdS and sK are still read by the products
+      __syncthreads();  // sQ and sdO, and after the last tile sK, are still read by the products
     }
 
     Element* dk = params.dk + first_row * kHeadDim;

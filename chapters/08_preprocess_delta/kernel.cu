@@ -8,7 +8,7 @@
 // The change: every block of keys used to load O, tile by tile, only to compute the same delta again
 // (book §16.8). Now O is read once in all, and its tile is gone from shared memory.
 //
-// Grid: (batch · num_heads, splits; without deterministic, blocks of keys).
+// Grid of backward_kernel: (batch · num_heads, splits; without deterministic, blocks of keys).
 // Block: 128 threads; a tile's elements are dealt out to the threads in row-major order.
 // Shared memory: Q, dO, K, V tiles and the tiles of P and dS, fp32. Global scratch: delta, dq_accum.
 #include "common/cuda/attention.h"
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           atomicAdd(dq + int64_t(m_start) * kHeadDim + i, sum);
         }
       }
-      __syncthreads();  // sQ, sdO, sP, sdS and sK are still read by the products
+      __syncthreads();  // sQ and sdO, and after the last tile sK, are still read by the products
     }
 
     Element* dk = params.dk + first_row * kHeadDim;

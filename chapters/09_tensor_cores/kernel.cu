@@ -409,7 +409,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           }
         }
       }
-      __syncthreads();  // sQ, sdO, sP, sdS and sK are still read by the products
+      __syncthreads();  // sQ and sdO, and after the last tile sK, are still read by the products
     }
 
     const float dk_scale[2] = {params.softmax_scale, params.softmax_scale};

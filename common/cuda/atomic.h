@@ -5,8 +5,8 @@
 
 #include "common/cuda/element.h"
 
-// address[0] += x and address[1] += y. 16-bit types go as one instruction for both, which rounds each sum
-// to 16 bits; their address is a multiple of 4 bytes.
+// address[0] += x and address[1] += y. 16-bit types go as one atomicAdd for both, which rounds each sum
+// to 16 bits (before sm_90 a loop in bf16); their address is a multiple of 4 bytes.
 template <typename T>
 __device__ void atomic_add_pair(T* address, float x, float y) {
   if constexpr (std::is_same_v<T, float>) {
