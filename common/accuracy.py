@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from common import jit
-from common.chapters import Chapter, load_chapter
+from common.chapters import load_chapter
 from common.inputs import random_inputs
 from common.reference import Gradients, compare
 
@@ -79,12 +79,13 @@ def measure_dq_errors(
     if rounded_every is None:
         raise ValueError(f"{chapters[0].name} does not say that it rounds dq (dq_rounded_every)")
 
-    def error(chapter: Chapter, seqlen_k: int, dtype: torch.dtype) -> float:
+    def errors(seqlen_k: int, dtype: torch.dtype) -> Iterator[float]:
         inputs = random_inputs(1, 1, seqlen_q, head_dim, seqlen_k=seqlen_k, dtype=dtype, seed=seed)
         q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
-        out, lse = chapter.forward(q, k, v)
-        result = Gradients(out, lse, *chapter.backward(q, k, v, out, dout, lse))
-        return next(c.error for c in compare(result, q, k, v, dout) if c.name == "dq")
+        out, lse = chapters[0].forward(q, k, v)
+        for chapter in chapters:
+            result = Gradients(out, lse, *chapter.backward(q, k, v, out, dout, lse))
+            yield next(c.error for c in compare(result, q, k, v, dout) if c.name == "dq")
 
     wanted = [(dtype, seqlen_k) for seqlen_k in seqlens_k for dtype in dtypes]
     results = []
@@ -92,9 +93,5 @@ def measure_dq_errors(
         for dtype, seqlen_k in bar:
             name = jit.DTYPE_NAMES[dtype]
             bar.set_postfix_str(f"{name}, {seqlen_k} keys")
-            results.append(
-                DqError(
-                    name, seqlen_k, rounded_every, *(error(chapter, seqlen_k, dtype) for chapter in chapters)
-                )
-            )
+            results.append(DqError(name, seqlen_k, rounded_every, *errors(seqlen_k, dtype)))
     return results

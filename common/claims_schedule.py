@@ -19,7 +19,7 @@ import torch
 
 from common import experiments, timing
 from common.chapters import load_chapter, load_kernel
-from common.check import check_chapter, compare_outputs
+from common.check import compare_outputs, remembered_check
 from common.claims import CONDITION, FAILS, HOLDS, WAITS, Verdict, claim
 from common.formulas import Problem
 from common.inputs import random_inputs
@@ -133,7 +133,7 @@ def causal_skipping(kernel: Path = _CAUSAL_SKIP) -> Verdict:
     """Tiles of queries that chapter 07 loads, counted, against the tiles that exist."""
     n, d = 256, 64
     tiles = count_tiles(n, n, _HALF_TILE, _HALF_TILE, True)
-    report, _ = check_chapter(load_kernel(kernel), Problem(1, 1, n, n, d, torch.float32, is_causal=True))
+    report, _ = remembered_check(load_kernel(kernel), Problem(1, 1, n, n, d, torch.float32, is_causal=True))
     loaded = Fraction(report.traffic.tensors["q"].read, _HALF_TILE * d * 4)
     long = count_tiles(4096, 4096, _HALF_TILE, _HALF_TILE, True)
     wide = count_tiles(512, 512, 128, 128, True)
@@ -143,7 +143,9 @@ def causal_skipping(kernel: Path = _CAUSAL_SKIP) -> Verdict:
         "it visits (T_k + 1) / 2T_k of them, so the saved share is "
         f"{_percent(1 - Fraction(tiles.visited, tiles.total))} at N = {n} and "
         f"{_percent(1 - Fraction(long.visited, long.total))} at N = 4096 with tiles of 32; "
-        f"{_percent(1 - Fraction(wide.visited, wide.total))} at N = 512 with FA2's tiles of 128. With "
+        f"{_percent(1 - Fraction(wide.visited, wide.total))} at N = 512 with tiles of 128, as FA2 has at d = "
+        "64 on an "
+        "A100 or H100. With "
         f"more keys than queries it is less: {_percent(1 - Fraction(uneven.visited, uneven.total))} "
         "for 1024 queries and 4096 keys, because the mask is aligned at the bottom right."
     )
@@ -175,7 +177,7 @@ def lse_pass_bytes(problem: Problem, block_m: int = _HALF_TILE) -> int:
 def without_lse(kernel: Path = _FORWARD) -> Verdict:
     """The traffic of chapter 00 without V and O, which is what an lse-only pass needs."""
     small = Problem(1, 1, 70, 70, 64, torch.float32)
-    report, _ = check_chapter(load_kernel(kernel), small)
+    report, _ = remembered_check(load_kernel(kernel), small)
     t = report.traffic.tensors
     counted = t["q"].read + t["k"].read + t["lse"].written
     long = Problem(1, 1, 4096, 4096, 64, torch.float16)
@@ -291,7 +293,7 @@ def delta_once(before: Path = _CAUSAL_SKIP, after: Path = _PREPROCESS) -> Verdic
     """Bytes of O that chapters 07 and 08 read, counted, and the FLOPs that are repeated."""
     n, d = 128, 64
     problem = Problem(1, 1, n, n, d, torch.float32)
-    reports = [check_chapter(load_kernel(kernel), problem)[0] for kernel in (before, after)]
+    reports = [remembered_check(load_kernel(kernel), problem)[0] for kernel in (before, after)]
     read = [report.traffic.tensors["out"].read for report in reports]
     shared = [max(launch.shared_bytes for launch in report.launches) for report in reports]
     once, blocks = n * d * 4, n // _HALF_TILE
@@ -374,15 +376,15 @@ def judge_ratio(data: Mapping[str, Any] | None, known: str) -> Verdict:
     return Verdict(
         CONDITION,
         f"{known} {found}{', and on short sequences more' if larger else ''}.",
-        f"N is long: {LONG} or more in what was measured",
+        f"N is long: {LONG} or more in what was measured, on an H200",
         measured=measured,
     )
 
 
 @claim(
     13,
-    "Backward costs 2.5 times the FLOPs of forward, and about 2.9 times its time on an A100 (73 % and "
-    "63 % of the peak)",
+    "Backward costs 2.5 times the FLOPs of forward and, by a rough estimate from 73 % and 63 % of an A100's "
+    "peak, about 2.9 times its time",
     source="§16.7, exercise 2",
     chapters=("09_tensor_cores",),
 )
@@ -396,7 +398,7 @@ def backward_over_forward() -> Verdict:
         experiments.load("ratio"),
         f"In FLOPs the ratio is exactly {flops.numerator}/{flops.denominator}: five products against two, "
         f"2 N² d each. The estimate of the time is 2.5 · 73/63 = {float(_ESTIMATE):.2f}; the percentages are "
-        "the best of each pass, so the quotient need not belong to any one size.",
+        "the best of each pass; the book says itself that the quotient varies.",
     )
 
 
@@ -438,13 +440,14 @@ def why_backward_underfills() -> Verdict:
     shared, atomics = {}, {}
     for name in ("09_tensor_cores", "10_async_pipeline", "11_warp_roles"):
         p = Problem(1, 1, 512, 512, 128, torch.bfloat16)
-        counted = check_chapter(load_chapter(name), p)[0].traffic
+        counted = load_chapter(name).info.formulas("backward").predict(p)
         flops = timing.backward_flops(1, 1, p.seqlen_q, p.seqlen_k, p.head_dim, False)
-        shared[name[:2]] = banks * flops / counted.shared.bytes / 1e12
-        atomics[name[:2]] = flops / counted.tensors["dq_accum"].atomic_bytes / 1e12
+        shared[name[:2]] = banks * flops / counted["shared"].bytes / 1e12
+        atomics[name[:2]] = flops / counted["dq_accum"].atomic_bytes / 1e12
     products = rates["mma_sync_flops"]["8"] / 1e12
     holds_for_shared = all(limit < products for limit in shared.values())
     holds_for_atomics = inside * atomics["10"] < shared["10"]
+    bound_by_atomics = [name for name in ("10", "11") if beyond * atomics[name] < shared[name]]
     limits = ", ".join(f"{limit:.0f} in {name}" for name, limit in shared.items())
     sweep = find_sweep("bf16", p.head_dim, False)
     found = {n: sweep.best(n) for n in ("10_async_pipeline", "11_warp_roles")} if sweep is not None else {}
@@ -459,16 +462,19 @@ def why_backward_underfills() -> Verdict:
         f"of shared memory that the checker counts, at 128 a clock for each SM, allow {limits}: less. The "
         f"additions to dQ in 10 and 11 allow {inside * atomics['10']:,.0f} as long as their target stays in "
         f"L2; beyond it, in a buffer of 256 MB, {beyond * atomics['10']:.0f}, less than the shared memory of "
-        "11. Instructions and waiting are in neither number.",
-        condition="it is said of shared memory; of the atomics in 10 and 11, when dQ's accumulator is larger "
-        "than L2",
+        f"{' and '.join(bound_by_atomics)}. Instructions and waiting are in neither number. The text means "
+        "the size of "
+        "shared memory rather than its bandwidth; how many blocks fit on an SM was not varied here.",
+        condition="it is said of shared memory's bandwidth; of the atomics in "
+        f"{' and '.join(bound_by_atomics)}, when dQ's accumulator is larger than L2",
         measured=f"bf16, d = {p.head_dim}, full: "
         + ", ".join(
             f"{name} reaches {x:.0f} TFLOP/s, {x / shared[name]:.0%} of what its shared memory allows"
             for name, x in best.items()
         )
         + f"; a 12 whose additions followed a tile's products, reached {added} at N = "
-        f"{at_once['seqlens'][-1]}, with the additions left out {left_out} ({data['gpu']}, {data['date']})",
+        f"{at_once['seqlens'][-1]}, with the additions left out {left_out} ({data['gpu']}, "
+        f"{at_once['date']})",
     )
 
 
@@ -530,7 +536,7 @@ def skeleton(kernel: Path = _TENSOR_CORES) -> Verdict:
     """What had to change to make it work in 09; the text itself calls it a sketch that does not compile."""
     block, d, warps = 64, 64, 4
     problem = Problem(1, 1, 70, 70, d, torch.bfloat16)
-    report, inputs = check_chapter(load_kernel(kernel), problem)
+    report, inputs = remembered_check(load_kernel(kernel), problem)
     works = not report.findings and all(
         c.ok for c in compare_outputs(load_kernel(kernel), problem, report, inputs)
     )
@@ -540,7 +546,9 @@ def skeleton(kernel: Path = _TENSOR_CORES) -> Verdict:
     visible, skipped = _skipped_although_visible(512, 1024, block)
     factor = _without_scale(problem)
     evidence = (
-        "Its order of steps is right: 09 has it, and "
+        "Every step uses only what earlier steps made. 09 makes the same steps in another order (dP before "
+        "P, dK "
+        "before dQ, delta before the loop), and "
         f"{'every gradient is within budget' if works else 'its gradients are NOT within budget'}. What had "
         f"to change: (1) A lane holds {halves} values of an accumulator tile, {halves // 2} `unsigned` of "
         f"packed halves; the skeleton declares one for P and for dS. (2) dV and dK of a [{block}, {d}] tile "
@@ -580,7 +588,9 @@ _V_AND_DS = (
   Element sdO[kStages][kBlockM][kPaddedDim];
 """,
 )
-_LAST_BARRIER_OF_09 = "      __syncthreads();  // sQ and sdO, and after the last tile sK, are still read by the products\n"
+_LAST_BARRIER_OF_09 = (
+    "      __syncthreads();  // sQ and sdO, and after the last tile sK, are still read by the products\n"
+)
 
 
 @claim(
@@ -594,12 +604,12 @@ def buffer_reuses() -> Verdict:
     """Two of the three made in our own kernels, checked with and without what they need."""
     sizes = (64, 64, 128)
     plain, reused = (fa2_shared_bytes(*sizes, v_in_registers=flag) for flag in (False, True))
-    p = Problem(1, 1, 300, 300, 64, torch.bfloat16)
+    p = Problem(1, 1, 200, 200, 64, torch.bfloat16)
     wide = dataclasses.replace(p, head_dim=128)
-    original = check_chapter(load_chapter("11_warp_roles"), p)[0]
+    original = remembered_check("11_warp_roles", p)[0]
     united = edited_kernel("11_warp_roles", *_V_AND_DS)  # V is in registers at d = 64, not at d = 128
-    free, raced = check_chapter(united, p)[0], check_chapter(united, wide)[0]
-    single = check_chapter(edited_kernel("09_tensor_cores", _LAST_BARRIER_OF_09), p)[0]
+    free, raced = remembered_check(united, p)[0], remembered_check(united, wide)[0]
+    single = remembered_check(edited_kernel("09_tensor_cores", _LAST_BARRIER_OF_09), p)[0]
     saved = max(x.shared_bytes for x in original.launches) - max(x.shared_bytes for x in free.launches)
     overwritten = sorted({str(f.memory) for f in single.of_tool("racecheck")})
     as_said = not free.findings and raced.of_tool("racecheck") and saved > 0 and "sdO" in overwritten
@@ -607,9 +617,12 @@ def buffer_reuses() -> Verdict:
     evidence = (
         "The three places exist in FA2's sources (claim 23). **dS in V's place**, made in a copy of 11: at "
         f"d = {p.head_dim}, where V is in registers, the checker finds {in_registers}, {saved:,} bytes are "
-        f"saved, and the barrier before the first tile is the one it needs; at d = {wide.head_dim}, where V "
+        "saved, and the barrier before the first tile lies between the last read of V and dS; at d = "
+        f"{wide.head_dim}, where V "
         f"is read from its place for every tile, it finds {in_its_place}. FA2's tile of {sizes[1]} queries "
-        f"and {sizes[2]} keys at d = {sizes[0]} takes {reused // 1024} KiB instead of {plain // 1024}. **The "
+        f"and {sizes[2]} keys at d = {sizes[0]}, for cards on which a block can have less than 144 KiB, "
+        "takes "
+        f"{reused // 1024} KiB instead of {plain // 1024}. **The "
         "next dO in the same buffer** is what 09 does: without the barrier after its products, "
         f"{' and '.join(overwritten)} are overwritten while they are read; 10 has a second buffer instead. "
         "**dQ in P's place** is on a path of FA2 that is no longer launched; 10 and 11 add dQ from "

@@ -5,7 +5,6 @@ The functions without a leading underscore are used by the notebooks too.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from common import experiments
-from common.chapters import load_chapter
-from common.check import check_chapter
+from common.chapters import Chapter, load_chapter
+from common.check import remembered_check
 from common.claims import CONDITION, FAILS, HOLDS, WAITS, Verdict, claim
 from common.formulas import Problem
 from common.inputs import Inputs, random_inputs
@@ -109,9 +108,9 @@ def off_centre_inputs(mean: float, dtype: torch.dtype, seqlen: int = 70) -> Inpu
     return Inputs(x.q, x.k + 1.0, x.v + mean, x.dout)
 
 
-def gradient_comparisons(chapter: str | int, x: Inputs) -> dict[str, Comparison]:
+def gradient_comparisons(chapter: Chapter | str | int, x: Inputs) -> dict[str, Comparison]:
     """dq, dk and dv of one chapter on the CPU device, compared with float64."""
-    loaded = load_chapter(chapter)
+    loaded = chapter if isinstance(chapter, Chapter) else load_chapter(chapter)
     out, lse = loaded.forward(x.q, x.k, x.v)
     grads = loaded.backward(x.q, x.k, x.v, out, x.dout, lse)
     found = compare(Gradients(out, lse, *grads), x.q, x.k, x.v, x.dout)
@@ -198,14 +197,9 @@ def saved_tensors(seqlen: int, num_heads: int = 32, head_dim: int = 64) -> Saved
 # ---------------------------------------------------------------- checked runs
 
 
-@functools.cache
-def _report(chapter: str, problem: Problem, digest: str) -> Report:
-    return check_chapter(load_chapter(chapter), problem)[0]
-
-
 def _checked(chapter: str, problem: Problem = _SMALL) -> Report:
     """Several claims look at the same run; a kernel that was edited since runs again."""
-    return _report(chapter, problem, load_chapter(chapter).digest)
+    return remembered_check(chapter, problem)[0]
 
 
 # ---------------------------------------------------------------- 00
@@ -373,7 +367,8 @@ def check_saved_ratio() -> Verdict:
 
 @claim(
     30,
-    "When training on long sequences runs out of memory, the cause is almost only the saved P",
+    "When training on long sequences runs out of memory, the cause is almost only what forward saves for "
+    "backward, above all P",
     source="second text",
     chapters=("01_naive",),
 )
@@ -396,6 +391,8 @@ def check_share_of_saved() -> Verdict:
         )
     return Verdict(
         verdict,
+        "Checked is P's share of what is saved; weights, the optimizer's state and temporaries are not in "
+        "it. "
         f"Of what autograd keeps for one bf16 Transformer block of 32 heads and d = 64, P is {listed}. It "
         "passes one half at N = 16 d; below that the MLP and the projections keep more.",
         condition="N is long: many times 16 d" if verdict == CONDITION else "",
@@ -437,7 +434,7 @@ def check_two_deltas() -> Verdict:
     return Verdict(
         CONDITION if costs else HOLDS,
         "Equal in exact fractions. On the machine O is rounded to its dtype before delta is taken from it: "
-        "with values of mean 4, dq of chapter 02 (from O) "
+        "with values of mean 4 and keys of mean 1, dq of chapter 02 (from O) "
         + (
             "is more than 5 times as far off as dq of 01 (from P) in fp16 and bf16; in fp32 it loses nothing."
             if costs
@@ -517,12 +514,16 @@ def check_shared_layout() -> Verdict:
         f"{'is read' if o_in_main_loop else 'is not'} in the main loop, since delta is computed before it. "
         "P and dS are missing from the list: they lie in shared memory, too, because dV and dK need them "
         f"transposed and from all warps. Accumulators of dK and dV in registers: {2 * 32 * d // 128} per "
-        f"thread in 02, {2 * 64 * d // 128} in 09 (128 threads)."
+        f"thread in 02, {2 * 64 * d // 128} in 09 (128 threads). In 10, P stays in registers. In the kernel "
+        "that "
+        "FA2 launches O never enters, and LSE and delta go from global memory to registers."
     )
     if o_in_main_loop:
         return Verdict(FAILS, evidence)
     return Verdict(
-        CONDITION, evidence, "delta is computed in the main loop, and P and dS are added to the list"
+        CONDITION,
+        evidence,
+        "delta is computed in the main loop, as in 02, and P and dS are added to the list",
     )
 
 
@@ -538,7 +539,9 @@ def recompute_seconds(card: DataSheet, seqlen: int, head_dim: int) -> float:
 
 @claim(
     16,
-    "An H100 has less than 3 TB/s; recomputing Q Kᵀ and exp takes a few microseconds, moving P tens of them",
+    "An H100 has less than 3 TB/s; recomputing Q Kᵀ and exp takes less than a few microseconds, moving P "
+    "tens of "
+    "them",
     source="second text",
     chapters=("02_tiled",),
 )
@@ -546,27 +549,32 @@ def check_move_or_recompute() -> Verdict:
     """Data sheets and arithmetic; the text gives neither N nor the card."""
     below = [card.name for card in (H100_SXM, H100_PCIE) if card.bandwidth < 3e12]
     times = {
-        n: (
-            move_seconds(H100_SXM, n),
-            recompute_seconds(H100_SXM, n, 64),
-            recompute_seconds(H100_SXM, n, 128),
+        (card.name, n): (
+            move_seconds(card, n),
+            recompute_seconds(card, n, 64),
+            recompute_seconds(card, n, 128),
         )
-        for n in (4096, 32768)
+        for card, n in ((H100_SXM, 4096), (H100_PCIE, 4096), (H100_SXM, 32768))
     }
-    short = times[4096]
-    plausible = short[0] > 1e-5 and max(short[1:]) < 1e-5
+    short = times[H100_SXM.name, 4096]
+    plausible = all(move > 1e-5 and small < 1e-5 for (_, n), (move, small, _) in times.items() if n == 4096)
     rows = "; ".join(
-        f"N = {n}: moving P takes {1e6 * move:,.1f} µs, recomputing it {1e6 * small:,.1f} µs (d = 64) or "
+        f"{name}, N = {n}: moving P takes {1e6 * move:,.1f} µs, recomputing it {1e6 * small:,.1f} µs (d = "
+        "64) or "
         f"{1e6 * large:,.1f} µs (d = 128)"
-        for n, (move, small, large) in times.items()
+        for (name, n), (move, small, large) in times.items()
     )
     return Verdict(
         CONDITION if plausible else FAILS,
         f"The SXM card has {H100_SXM.bandwidth / 1e12:.3g} TB/s, the PCIe card "
-        f"{H100_PCIE.bandwidth / 1e12:.3g}: below 3 is {' and '.join(below)}. On the SXM card, one head, "
-        f"fp16, data-sheet rates, {rows}. The times grow with N²; their ratio, {short[0] / short[1]:.1f} or "
-        f"{short[0] / short[2]:.1f}, does not.",
-        condition="one head of N ≈ 4096 is meant" if plausible else "",
+        f"{H100_PCIE.bandwidth / 1e12:.3g}: below 3 is {' and '.join(below)}. One head, fp16, data-sheet "
+        "rates: "
+        f"{rows}. The times grow with N²; their ratio, {short[0] / short[1]:.1f} or "
+        f"{short[0] / short[2]:.1f} on the SXM card, does not.",
+        condition=f"one head of N ≈ 4096 is meant, 'a few' is up to ten, and only the "
+        f"{' or '.join(below)} has less than 3 TB/s"
+        if plausible
+        else "",
     )
 
 
@@ -596,20 +604,27 @@ def judge_gains(stored: dict[str, Any]) -> Verdict:
         return (min(ratios), max(ratios)) if ratios else (0.0, 0.0)
 
     ours = span(experiments.STORED_P, experiments.RECOMPUTED)
-    flash, again = span("SDPA MATH", "SDPA FLASH"), span("SDPA MATH, checkpointed", "SDPA FLASH")
+    flash, again = span("SDPA MATH", "SDPA FLASH"), span("SDPA MATH, checkpointed", "SDPA MATH")
     before, after = (stored["limits"][name] for name in (experiments.STORED_P, experiments.RECOMPUTED))
     length = after["largest_seqlen"] / before["largest_seqlen"]
     batch = after["largest_batch_at_4096"] / before["largest_batch_at_4096"]
     right = min(ours[0], flash[0]) >= 2 and min(length, batch) >= 5
+    alone = "slower than" if again[0] > 1 else "not always slower than"
     return Verdict(
         CONDITION if right else FAILS,
-        f"With P recomputed, forward plus backward are {'' if right else 'not '}at least 2 times as "
-        f"fast on the H200, ours and PyTorch's, and batch and length can{'' if right else 'not'} be 5 "
-        f"times as large. Speed levels off with N, memory does not. {_predicted_gains()}",
-        condition="read as 'at least'" if right else "",
+        f"Kernels that recompute P on chip, tile by tile, take {'' if right else 'not '}at most half of the "
+        "time "
+        f"for forward plus backward on the H200, ours and PyTorch's, and batch and length "
+        f"can{'' if right else 'not'} be 5 times as large. Recomputing alone is not it: SDPA MATH with "
+        f"checkpointing, which makes P twice, is {alone} MATH. Speed levels off with N, memory does not. "
+        f"{_predicted_gains()}",
+        condition="P is recomputed on chip, tile by tile, and the numbers are read as 'at least'"
+        if right
+        else "",
         measured=f"Both passes, N = {seqlens[0]} to {seqlens[-1]}, {stored['heads']} heads: 01 takes "
         f"{ours[0]:.1f} to {ours[1]:.1f} times as long as 08; SDPA MATH {flash[0]:.1f} to {flash[1]:.1f} "
-        f"times as long as FLASH, checkpointed {again[0]:.1f} to {again[1]:.1f}. From 01 to 08 the longest "
+        f"times as long as FLASH; checkpointed MATH {again[0]:.1f} to {again[1]:.1f} times as long as MATH. "
+        "From 01 to 08 the longest "
         f"sequence that fits grows {length:.0f} times, the batch at N = 4096 {batch:.0f} times.",
     )
 
@@ -665,7 +680,9 @@ def scale_placements(scale: Fraction = Fraction(1, 8)) -> dict[str, tuple[Exact,
 
 @claim(
     28,
-    "The scale is applied nowhere, to dQ by the convert kernel, to dK when it is written, or to dS",
+    "The scale is applied nowhere, to dQ by the convert kernel, to dK when it is written, or to dS (the "
+    "second "
+    "text's listing)",
     source="§16.2, §16.3, §16.6, second text",
     chapters=("02_tiled",),
 )
@@ -680,7 +697,8 @@ def check_scale() -> Verdict:
         "On dQ and dK or on dS: equal in exact fractions. At the end it takes 2 N d multiplications per "
         f"head, {2 * seqlen * d:,} at N = {seqlen} and d = {d}; on dS N² of them, {seqlen**2:,}, "
         f"{seqlen // (2 * d)} times as many. Nowhere is right if S has no scale either, as in §16.1's "
-        "formulas and §16.2's loop; with a scale in S, dQ and dK would be 1/scale too large. §16.6 asks for "
+        "formulas and §16.2's loop; with a scale in S, dQ and dK would be 1/scale times too large. §16.6 "
+        "asks for "
         "it on dK in a comment, but passes none to `write_dK` (claim 26).",
         condition="dQ and dK each have, once, the scale that S has" if same and missing else "",
     )
@@ -707,7 +725,8 @@ def shared_flops_per_pass(chapter: str, products: int, problem: Problem = _SMALL
 
 @claim(
     29,
-    "One extra matrix product turns the backward pass from memory-bound to compute-bound",
+    "Not writing and rereading P, at the price of one more matrix product, turns the backward pass from "
+    "memory-bound to compute-bound",
     source="second text",
     chapters=("02_tiled",),
 )

@@ -101,7 +101,7 @@ def draw_traffic(reports: Mapping[str, Report]) -> Figure:
     figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=len(handles) if short else 5,
+        ncols=5,
         fontsize=9,
         frameon=False,
     )

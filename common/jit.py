@@ -244,6 +244,7 @@ def with_header_changed(kernel: Path, header: Path, text: str) -> str:
 _COMMENT_OR_LITERAL = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
 
 
+@functools.lru_cache(maxsize=256)
 def without_comments(source: str) -> str:
     """C++ without its comments and without lines and ends of lines that hold nothing else."""
     code = _COMMENT_OR_LITERAL.sub(lambda m: " " if m.group()[0] == "/" else m.group(), source)
@@ -516,7 +517,7 @@ def load_cpu_device(*, checked: bool = False) -> tuple[Path, ctypes.CDLL]:
     ``checked``: the one that checked builds run on, which sees every access.
     """
     sources = sorted(CPU_DEVICE.glob("*.cpp"))
-    flags = ["-O2", "-pthread", *library_flags()]
+    flags = ["-O3", "-pthread", *library_flags()]
     if checked:
         sources += sorted((CPU_DEVICE / "checked").glob("*.cpp"))
         flags.append("-DCPU_DEVICE_CHECKED")

@@ -354,9 +354,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if usable"
     )
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="default: fp32 on the CPU device, bf16 on a GPU"
-    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16")
     parser.add_argument(
         "--seqlens", type=int, nargs="+", metavar="N", help="default: 128 256 512; on a GPU 512 … 4096"
     )
@@ -424,7 +422,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.exit(f"--text: cannot read {options.text}: {error.strerror}")
     settings = Settings(
         device=device.type,
-        dtype=options.dtype or ("bf16" if on_gpu else "fp32"),
+        dtype=options.dtype or "bf16",
         batch=options.batch,
         heads=options.heads or (16 if on_gpu else 2),
         head_dim=options.head_dim,

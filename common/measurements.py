@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass, field
@@ -47,10 +48,11 @@ def load_ladder(path: Path) -> StoredLadder:
     data = json.loads(path.read_text())
     settings = Settings(**(data["settings"] | {"seqlens": tuple(data["settings"]["seqlens"])}))
     rungs, stale = [], []
+    current = functools.cache(is_current)  # of this file, as a chapter may be edited before the next
     for entry in data["rungs"]:
         comparisons = [Comparison(**comparison) for comparison in entry["comparisons"]]
         rung = Rung(**(entry | {"comparisons": comparisons}))
-        if is_current(rung.name, rung.source):
+        if current(rung.name, rung.source):
             rungs.append(rung)
         else:
             stale.append(rung.name)
@@ -98,15 +100,16 @@ def load_sweep(path: Path) -> StoredSweep:
     data = json.loads(path.read_text())
     settings = SweepSettings(**(data["settings"] | {"seqlens": tuple(data["settings"]["seqlens"])}))
     points = [Point(**entry) for entry in data["points"]]
+    current = functools.cache(is_current)
     return StoredSweep(
         settings,
         data["machine"],
         data["matmul_tflops"],
         data["state"],
-        [point for point in points if is_current(point.name, point.source)],
+        [point for point in points if current(point.name, point.source)],
         [LeftOut(**entry) for entry in data["left_out"]],
-        [p for p in (Point(**entry) for entry in data.get("forward", [])) if is_current(p.name, p.source)],
-        stale=sorted({point.name for point in points if not is_current(point.name, point.source)}),
+        [p for p in (Point(**entry) for entry in data.get("forward", [])) if current(p.name, p.source)],
+        stale=sorted({point.name for point in points if not current(point.name, point.source)}),
     )
 
 

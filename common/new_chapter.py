@@ -29,7 +29,7 @@ def create(name: str, source: str) -> str:
         f"chapters/{name} is a copy of {origin.name}. Now edit its kernel.cu and chapter.toml, then:\n"
         f"  make run ARGS='--chapters {origin.info.number:02d} {name[:2]}'   # right, and faster?\n"
         f"  make diff A={origin.info.number:02d} B={name[:2]}                # is the diff the lesson?\n"
-        "  make test                            # the tests find the new chapter by themselves"
+        "  make test                            # finds the new chapter, and says what it still lacks"
     )
 
 

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from common import experiments, jit
 from common.chapters import Chapter, load_chapter, load_kernel
-from common.check import check_chapter, compare_outputs
+from common.check import compare_outputs, remembered_check
 from common.debug_info import Frame
 from common.diff import chapter_diff
 from common.figures import H200, RooflinePoint, draw_roofline
@@ -130,7 +130,7 @@ def check_gradients(chapter: str | int, problem: Problem = SMALL) -> Markdown:
     ]
     for is_causal in (False, True):
         masked = replace(problem, is_causal=is_causal)
-        report, inputs = check_chapter(loaded, masked)
+        report, inputs = remembered_check(loaded, masked)
         cells = {c.name: "within budget" if c.ok else "**over budget**"
                  for c in compare_outputs(loaded, masked, report, inputs)}  # fmt: skip
         found = f"**{len(report.findings)} findings**" if report.findings else "nothing found"
@@ -145,7 +145,7 @@ def show_errors(chapter: str | int, problem: Problem = SMALL) -> Markdown:
     ``common.reference.compare`` defines them.
     """
     loaded = load_chapter(chapter)
-    report, inputs = check_chapter(loaded, problem)
+    report, inputs = remembered_check(loaded, problem)
     rows = ["| result | relative error | budget | worst element | its budget |", "|---|---:|---:|---:|---:|"]
     rows += [
         f"| {c.name} | {c.error:.1e} | {c.budget:.1e} | {c.worst:.1e} | {c.worst_budget:.1e} |"
@@ -216,7 +216,7 @@ def ledger(chapter: str | int, problem: Problem = SMALL) -> Markdown:
     """Bytes that the checker counted, tensor by tensor, beside what the chapter's formulas give."""
     loaded = load_chapter(chapter)
     formulas = _formulas_of(loaded)
-    report, _ = check_chapter(loaded, problem)
+    report, _ = remembered_check(loaded, problem)
     predicted = formulas.predict(problem)
     counted = {**report.traffic.tensors, "shared": report.traffic.shared}
     rows = ["| memory | read | written | atomics | formula |", "|---|---:|---:|---:|---|"]

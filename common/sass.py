@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -82,10 +84,12 @@ def global_atomics(sass: str) -> list[str]:
 
 @functools.cache
 def _compile(kernel: Path, digest: str, builds: tuple[tuple[torch.dtype, str], ...]) -> Instructions:
-    return {
-        f"{jit.DTYPE_NAMES[dtype]} sm_{arch}": global_atomics(disassemble(kernel, dtype, HEAD_DIM, arch))
-        for dtype, arch in builds
-    }
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        texts = pool.map(lambda build: disassemble(kernel, build[0], HEAD_DIM, build[1]), builds)
+        return {
+            f"{jit.DTYPE_NAMES[dtype]} sm_{arch}": global_atomics(text)
+            for (dtype, arch), text in zip(builds, texts, strict=True)
+        }
 
 
 def compiled(

@@ -24,14 +24,6 @@ CHECKS: dict[int, Callable[[], Verdict]] = {
 VERDICTS = {4: HOLDS, 5: CONDITION, 6: CONDITION, 7: HOLDS, 9: CONDITION, 21: HOLDS}
 
 
-@pytest.fixture
-def uncached() -> None:
-    """Reports of a planted fault must not be remembered."""
-    claims_atomics._report.cache_clear()
-    yield
-    claims_atomics._report.cache_clear()
-
-
 @pytest.mark.slow  # 90_claims.ipynb runs the same checks every time
 @pytest.mark.parametrize("number", CHECKS)
 def test_verdicts(number: int) -> None:
@@ -45,11 +37,10 @@ def test_times_and_errors_are_not_evidence() -> None:
     assert "ms" not in claims_atomics.savings_outweigh_atomics().evidence
     errors = claims_atomics.sixteen_bit_atomics()
     assert all(f"{e.ratio:.2f}" not in errors.evidence for e in claims_atomics.dq_errors())
-    assert "fp16, T = 16" in errors.measured
+    assert "fp16, T_k = 16" in errors.measured
 
 
 @pytest.mark.parametrize("number", [pytest.param(4, marks=pytest.mark.slow), 21])
-@pytest.mark.usefixtures("uncached")
 def test_adding_twice_is_seen(number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = load_chapter(5).info.kernel.read_text()
     once = "atomicAdd(dq + int64_t(m_start) * kHeadDim + i, sum);"
@@ -58,12 +49,10 @@ def test_adding_twice_is_seen(number: int, monkeypatch: pytest.MonkeyPatch, tmp_
     mutant = tmp_path / "kernel.cu"
     mutant.write_text(source.replace(once, f"{half}\n          {half}"))
 
-    def with_fault(chapter: object, problem: object) -> object:
-        return check.check_chapter(
-            load_kernel(mutant) if chapter.name == "05_fp32_accum" else chapter, problem
-        )
+    def with_fault(chapter: str, problem: object) -> object:
+        return check.remembered_check(load_kernel(mutant) if chapter == "05_fp32_accum" else chapter, problem)
 
-    monkeypatch.setattr(claims_atomics, "check_chapter", with_fault)
+    monkeypatch.setattr(claims_atomics, "remembered_check", with_fault)
     assert CHECKS[number]().verdict == FAILS
 
 

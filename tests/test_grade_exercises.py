@@ -261,7 +261,7 @@ def test_an_exercise_that_cannot_be_read_is_named(line: str, named: str, tmp_pat
 
 
 def test_unknown_names_say_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"there is no chapter '55'; there are 00_forward"):
+    with pytest.raises(ValueError, match=r"no exercises for '55'; there are some for 00_forward"):
         list_exercises("55")
     with pytest.raises(ValueError, match=r"has no exercise 'x'; it has alibi, no_o_tile, find_it"):
         find_exercise("02_tiled/x")

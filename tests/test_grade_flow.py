@@ -296,7 +296,7 @@ def test_a_student_works_in_an_unpacked_release(handed_out: Path, tmp_path: Path
 
 def test_a_students_command_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert student.main(["55"]) == 2
-    assert "there is no chapter '55'" in capsys.readouterr().err
+    assert "no exercises for '55'" in capsys.readouterr().err
     assert student.main(["02", "--exercise", "nope"]) == 2
     assert "there is no exercise 'nope'" in capsys.readouterr().err
     assert student.main(["02", "--folder", str(tmp_path / "none")]) == 2

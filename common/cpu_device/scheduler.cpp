@@ -20,6 +20,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -280,8 +281,9 @@ void finish_fiber(Worker& w);
 
 // What a kernel leaves uninitialised in registers or local memory reads as NaN.
 [[maybe_unused]] __attribute__((noinline)) void poison_stack() {
-  volatile unsigned char below[8 * 1024];
-  for (volatile unsigned char& byte : below) byte = kPoison;
+  unsigned char below[8 * 1024];
+  std::memset(below, kPoison, sizeof below);
+  asm volatile("" : : "r"(below) : "memory");  // or it would be left out: nobody here reads it
 }
 
 // A stack may serve another OS thread for its next block. Not inlined, so that no address of a

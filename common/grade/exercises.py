@@ -283,7 +283,7 @@ def list_exercises(chapter: str | None = None, folders: Sequence[Path] = (FOLDER
     wanted = [e for e in ordered if chapter in (e.chapter, e.chapter[:2], str(int(e.chapter[:2])))]
     if not wanted:
         raise ValueError(
-            f"there is no chapter {chapter!r}; there are "
+            f"no exercises for {chapter!r}; there are some for "
             f"{', '.join(dict.fromkeys(e.chapter for e in ordered))}"
         )
     return wanted

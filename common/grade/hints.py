@@ -30,7 +30,7 @@ RESULTS = {
 COMPILES = "Start with the first line that the compiler names; later ones often follow from it."
 RUNS = (
     "No case came to an end, so nothing could be compared. Run a small one yourself: "
-    "`python -m common.check FILE --seqlen 5`."
+    "`python -m common.check FILE --seqlen 5` (from chapter 09 on with `--dtype bf16`)."
 )
 ONLY_PART = "The cases that are right tell where to look: what do the wrong ones have that those have not?"
 
