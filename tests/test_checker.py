@@ -28,6 +28,9 @@ from torch import Tensor
 
 from common import Chapter, jit, list_chapters, load_chapter
 from common.arena import Arena
+from common.check import remembered_check
+from common.formulas import Problem
+from common.notebook import edited_kernel
 from common.report import Report, read_report
 from common.traffic import SHARED, Requests, TensorTraffic, Traffic
 
@@ -1299,3 +1302,12 @@ def test_counts_of_a_chapter_do_not_depend_on_the_compiler(name: str) -> None:
     env = os.environ | {"PYTHONPATH": path, "CXX": "clang++"}
     by_clang = json.loads(run_command([sys.executable, "-c", script], env=env, cwd=REPO))
     assert by_clang == chapter_counts(name, "-O1")
+
+
+def test_an_accumulator_without_a_start_is_nan() -> None:
+    """Registers and local memory hold NaN until they are written, not what the thread before left there."""
+    kernel = edited_kernel("03_two_stage", "float acc_dk[kElementsN] = {};", "float acc_dk[kElementsN];")
+    report, _ = remembered_check(kernel, Problem(1, 1, 70, 70, 64, torch.float32))
+    _, dk, dv = report.outputs
+    assert dk.isnan().all()
+    assert not dv.isnan().any()
