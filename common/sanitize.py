@@ -25,7 +25,10 @@ _WORKER = "--worker"
 
 
 def _chosen(numbers: list[str]) -> list[ChapterInfo]:
-    return [load_chapter(number).info for number in numbers] if numbers else list_chapters()
+    if numbers:
+        return [load_chapter(number).info for number in numbers]
+    device = torch.device("cuda")
+    return [info for info in list_chapters() if load_chapter(info.name).gpu_problem(device) is None]
 
 
 def _run_chapters(infos: list[ChapterInfo]) -> None:

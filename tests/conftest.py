@@ -6,7 +6,14 @@ import os
 
 import pytest
 import torch
-from helpers import backward_chapters, chapter_parameters, forward_chapters, loaded, reproducible
+from helpers import (
+    backward_chapters,
+    chapter_parameters,
+    forward_chapters,
+    loaded,
+    reproducible,
+    unfit_for_this_gpu,
+)
 from mutation import score_table
 
 from common import Chapter
@@ -25,8 +32,10 @@ def _gpu_is_missing() -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     problem = _gpu_is_missing()
     for item in items:
-        if problem and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=problem))
+        if item.get_closest_marker("gpu"):
+            about = item.callspec.params if hasattr(item, "callspec") else {}
+            if why := problem or unfit_for_this_gpu(about):
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -84,6 +84,17 @@ def backward_chapters() -> list[ChapterInfo]:
 
 def forward_chapters() -> list[ChapterInfo]:
     return [info for info in list_chapters() if loaded(info.name).forward_chapter.name == info.name]
+
+
+def unfit_for_this_gpu(parameters: Mapping[str, object]) -> str | None:
+    """Why the GPU here cannot run a chapter that a test's parameters name, or None if it can run all."""
+    infos = {info.name: info for info in list_chapters()}
+    for value in parameters.values():
+        name = value.name if isinstance(value, ChapterInfo) else value
+        known = isinstance(name, str) and name in infos
+        if known and (problem := loaded(name).gpu_problem(torch.device("cuda"))):
+            return problem
+    return None
 
 
 def nearest_build(chapter: Chapter, dtype: torch.dtype, head_dim: int) -> tuple[torch.dtype, int]:

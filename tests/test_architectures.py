@@ -14,6 +14,7 @@ from helpers import (
     nearest_build,
     run_and_check,
     same_bits,
+    unfit_for_this_gpu,
 )
 
 from common import ChapterInfo, chapters, flash_attention, jit, load_chapter
@@ -119,6 +120,18 @@ def test_a_chapter_says_which_gpus_it_is_for(
         f"a GPU has compute capability {capability[0]}.{capability[1]}, 12_hopper needs 9.0 and no other"
     )
     assert load_chapter(12).gpu_problem(torch.device("cuda")) == expected
+
+
+@pytest.mark.parametrize(("capability", "first_unfit"), [((7, 5), 9), ((8, 6), 12), ((9, 0), None)])
+def test_tests_of_what_a_gpu_cannot_run_are_skipped(
+    capability: tuple[int, int], first_unfit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "cuda_problem", lambda: None)
+    monkeypatch.setattr(jit, "compute_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    unfit = [i.number for i in backward_chapters() if unfit_for_this_gpu({"n": 3, "chapter": i.name})]
+    assert unfit[:1] == ([] if first_unfit is None else [first_unfit])
+    assert bool(unfit_for_this_gpu({"info": load_chapter(12).info})) is (12 in unfit)
 
 
 def test_it_says_which_chapter_computes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,8 @@ def test_gradients_from_sdpas_forward_on_the_gpu(
     chapter: Chapter, dtype: torch.dtype, is_causal: bool
 ) -> None:
     """out and lse of PyTorch's FLASH forward serve as well as our own."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("PyTorch's FLASH needs compute capability 8.0")
     inputs = draw(2, 3, 200, chapter=chapter, dtype=dtype, head_dim=64, device="cuda")
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
         inputs.q, inputs.k, inputs.v, 0.0, is_causal

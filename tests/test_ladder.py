@@ -153,6 +153,14 @@ def test_stored_measurements_of_edited_kernels_are_left_out(tmp_path: Path) -> N
     assert loaded.stale == ["02_tiled"]
 
 
+def test_what_the_gpu_cannot_run_is_left_out(climb, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+    monkeypatch.setattr(ladder, "_unfit", lambda info, _: "too old" if info.number == 9 else None)
+    status, out = climb("--seqlens", "40", "--heads", "1", "--chapters", "08", "09")
+    assert status == 0
+    assert "09_tensor_cores is left out: too old" in out
+    assert "every result is within its budget" in out
+
+
 def test_deterministic(climb, tmp_path: Path) -> None:  # noqa: ANN001
     arguments = [
         "--seqlens",
