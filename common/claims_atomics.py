@@ -67,10 +67,9 @@ def number_of_atomics() -> Verdict:
     exact = all(equal for *_, equal in found) and square == 64**2 and 2 * pairs == whole
     evidence = (
         f"Counted in 05 with B_c = {BLOCK_N}: {whole:,} additions at N = 64, d = 64, which is N²·d/B_c; "
-        f"{square:,} = N² at d = {BLOCK_N}. Exactly it is N·d·⌈N/B_c⌉: {ragged:,} at N = 50. "
-        f"04 in fp16 calls atomicAdd {pairs:,} times for the same {whole:,} additions, once for two "
-        "neighbours. "
-        f"At N = 4096, d = 64 there are {predict(FP32, _BOOK)['dq_accum'].atomics:,} per head."
+        f"{square:,} = N² at d = {BLOCK_N}. Exactly it is N·d·⌈N/B_c⌉: {ragged:,} at N = 50. 04 in fp16 "
+        f"calls atomicAdd {pairs:,} times for the same {whole:,} additions, once for two neighbours. At N = "
+        f"4096, d = 64 there are {predict(FP32, _BOOK)['dq_accum'].atomics:,} per head."
     )
     return Verdict(HOLDS if exact else FAILS, evidence)
 
@@ -394,8 +393,7 @@ def judge_rates(data: dict[str, Any]) -> Verdict:
     evidence = (
         f"Additions per second over plain stores per second on {data['machine']['device']}, every thread "
         f"another address: {'; '.join(parts)}. Slow means here: below {_SLOW:g}. Beyond L2 an addition reads "
-        "and "
-        "writes HBM where a store only writes, so there the units of L2 are not the whole reason."
+        "and writes HBM where a store only writes, so there the units of L2 are not the whole reason."
     )
     conditions = []
     for place in places:

@@ -144,10 +144,9 @@ def causal_skipping(kernel: Path = _CAUSAL_SKIP) -> Verdict:
         f"{_percent(1 - Fraction(tiles.visited, tiles.total))} at N = {n} and "
         f"{_percent(1 - Fraction(long.visited, long.total))} at N = 4096 with tiles of 32; "
         f"{_percent(1 - Fraction(wide.visited, wide.total))} at N = 512 with tiles of 128, as FA2 has at d = "
-        "64 on an "
-        "A100 or H100. With "
-        f"more keys than queries it is less: {_percent(1 - Fraction(uneven.visited, uneven.total))} "
-        "for 1024 queries and 4096 keys, because the mask is aligned at the bottom right."
+        "64 on an A100 or H100. With more keys than queries it is less: "
+        f"{_percent(1 - Fraction(uneven.visited, uneven.total))} for 1024 queries and 4096 keys, because the "
+        "mask is aligned at the bottom right."
     )
     if loaded != tiles.visited:
         return Verdict(FAILS, evidence)
@@ -273,9 +272,8 @@ def fa2_references(references: Sequence[Reference] = FA2_REFERENCES) -> Verdict:
         HOLDS,
         f"Under `{FA2_FOLDER}` at commit {FA2_COMMIT} the quoted words stand where the text says: {named}. "
         f"`flash_bwd_kernel.h` has {FA2_MBARRIERS} mbarriers; the Python functions default to "
-        f"`{FA2_DEFAULT}`. One detail: line 176 matters "
-        "only on a path that is no longer launched, since blocks that run in parallel over keys add dQ from "
-        "registers.",
+        f"`{FA2_DEFAULT}`. One detail: line 176 matters only on a path that is no longer launched, since "
+        "blocks that run in parallel over keys add dQ from registers.",
     )
 
 
@@ -463,8 +461,8 @@ def why_backward_underfills() -> Verdict:
         f"additions to dQ in 10 and 11 allow {inside * atomics['10']:,.0f} as long as their target stays in "
         f"L2; beyond it, in a buffer of 256 MB, {beyond * atomics['10']:.0f}, less than the shared memory of "
         f"{' and '.join(bound_by_atomics)}. Instructions and waiting are in neither number. The text means "
-        "the size of "
-        "shared memory rather than its bandwidth; how many blocks fit on an SM was not varied here.",
+        "the size of shared memory rather than its bandwidth; how many blocks fit on an SM was not varied "
+        "here.",
         condition="it is said of shared memory's bandwidth; of the atomics in "
         f"{' and '.join(bound_by_atomics)}, when dQ's accumulator is larger than L2",
         measured=f"bf16, d = {p.head_dim}, full: "
@@ -547,20 +545,19 @@ def skeleton(kernel: Path = _TENSOR_CORES) -> Verdict:
     factor = _without_scale(problem)
     evidence = (
         "Every step uses only what earlier steps made. 09 makes the same steps in another order (dP before "
-        "P, dK "
-        "before dQ, delta before the loop), and "
+        "P, dK before dQ, delta before the loop), and "
         f"{'every gradient is within budget' if works else 'its gradients are NOT within budget'}. What had "
         f"to change: (1) A lane holds {halves} values of an accumulator tile, {halves // 2} `unsigned` of "
         f"packed halves; the skeleton declares one for P and for dS. (2) dV and dK of a [{block}, {d}] tile "
-        f"are {registers} registers per thread if every warp holds both in full, above the limit of 255; "
-        f"in 09 {warps} warps share them, {registers // warps} each. (3) Then P and dS have to cross between "
-        f"warps, and also between lanes: of Pᵀ as an operand a lane already holds {_percent(transposed)}. "
-        "09 has tiles sP and sdS in shared memory for that, read back by `ldmatrix.trans`, and a barrier "
+        f"are {registers} registers per thread if every warp holds both in full, above the limit of 255; in "
+        f"09 {warps} warps share them, {registers // warps} each. (3) Then P and dS have to cross between "
+        f"warps, and also between lanes: of Pᵀ as an operand a lane already holds {_percent(transposed)}. 09 "
+        "has tiles sP and sdS in shared memory for that, read back by `ldmatrix.trans`, and a barrier "
         "before the products; the skeleton has neither. (4) `write_dK` gets no scale, though the comment "
         f"asks for it: without it 09's dK is {factor:.1f} times too large (√d = {math.isqrt(d)}). (5) It "
         "uses one length N for queries and keys, and `q_start` is right for equal lengths only: with 512 "
-        f"queries and 1024 keys it skips {skipped} of {visible} visible tiles. Besides, sO and delta "
-        "can leave the loop (chapter 08)."
+        f"queries and 1024 keys it skips {skipped} of {visible} visible tiles. Besides, sO and delta can "
+        "leave the loop (chapter 08)."
     )
     if not works or abs(factor / d**0.5 - 1) > 0.02:
         return Verdict(FAILS, evidence)
@@ -604,7 +601,7 @@ def buffer_reuses() -> Verdict:
     """Two of the three made in our own kernels, checked with and without what they need."""
     sizes = (64, 64, 128)
     plain, reused = (fa2_shared_bytes(*sizes, v_in_registers=flag) for flag in (False, True))
-    p = Problem(1, 1, 200, 200, 64, torch.bfloat16)
+    p = Problem(1, 1, 140, 140, 64, torch.bfloat16)
     wide = dataclasses.replace(p, head_dim=128)
     original = remembered_check("11_warp_roles", p)[0]
     united = edited_kernel("11_warp_roles", *_V_AND_DS)  # V is in registers at d = 64, not at d = 128
@@ -618,12 +615,10 @@ def buffer_reuses() -> Verdict:
         "The three places exist in FA2's sources (claim 23). **dS in V's place**, made in a copy of 11: at "
         f"d = {p.head_dim}, where V is in registers, the checker finds {in_registers}, {saved:,} bytes are "
         "saved, and the barrier before the first tile lies between the last read of V and dS; at d = "
-        f"{wide.head_dim}, where V "
-        f"is read from its place for every tile, it finds {in_its_place}. FA2's tile of {sizes[1]} queries "
-        f"and {sizes[2]} keys at d = {sizes[0]}, for cards on which a block can have less than 144 KiB, "
-        "takes "
-        f"{reused // 1024} KiB instead of {plain // 1024}. **The "
-        "next dO in the same buffer** is what 09 does: without the barrier after its products, "
+        f"{wide.head_dim}, where V is read from its place for every tile, it finds {in_its_place}. FA2's "
+        f"tile of {sizes[1]} queries and {sizes[2]} keys at d = {sizes[0]}, for cards on which a block can "
+        f"have less than 144 KiB, takes {reused // 1024} KiB instead of {plain // 1024}. **The next dO in "
+        "the same buffer** is what 09 does: without the barrier after its products, "
         f"{' and '.join(overwritten)} are overwritten while they are read; 10 has a second buffer instead. "
         "**dQ in P's place** is on a path of FA2 that is no longer launched; 10 and 11 add dQ from "
         "registers, and in 10 P has no place."

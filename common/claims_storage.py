@@ -392,9 +392,8 @@ def check_share_of_saved() -> Verdict:
     return Verdict(
         verdict,
         "Checked is P's share of what is saved; weights, the optimizer's state and temporaries are not in "
-        "it. "
-        f"Of what autograd keeps for one bf16 Transformer block of 32 heads and d = 64, P is {listed}. It "
-        "passes one half at N = 16 d; below that the MLP and the projections keep more.",
+        f"it. Of what autograd keeps for one bf16 Transformer block of 32 heads and d = 64, P is {listed}. "
+        "It passes one half at N = 16 d; below that the MLP and the projections keep more.",
         condition="N is long: many times 16 d" if verdict == CONDITION else "",
         measured=measured,
     )
@@ -511,12 +510,11 @@ def check_shared_layout() -> Verdict:
     evidence = (
         f"Chapter 02 has the list: {in_02} bytes make up its {asked:,} (fp32 tiles, d = {d}). Chapter 09, on "
         f"tensor cores, 16-bit tiles of 64 × 64: {in_09} make up its {later:,}. There O "
-        f"{'is read' if o_in_main_loop else 'is not'} in the main loop, since delta is computed before it. "
-        "P and dS are missing from the list: they lie in shared memory, too, because dV and dK need them "
+        f"{'is read' if o_in_main_loop else 'is not'} in the main loop, since delta is computed before it. P "
+        "and dS are missing from the list: they lie in shared memory, too, because dV and dK need them "
         f"transposed and from all warps. Accumulators of dK and dV in registers: {2 * 32 * d // 128} per "
         f"thread in 02, {2 * 64 * d // 128} in 09 (128 threads). In 10, P stays in registers. In the kernel "
-        "that "
-        "FA2 launches O never enters, and LSE and delta go from global memory to registers."
+        "that FA2 launches O never enters, and LSE and delta go from global memory to registers."
     )
     if o_in_main_loop:
         return Verdict(FAILS, evidence)
@@ -540,8 +538,7 @@ def recompute_seconds(card: DataSheet, seqlen: int, head_dim: int) -> float:
 @claim(
     16,
     "An H100 has less than 3 TB/s; recomputing Q Kᵀ and exp takes less than a few microseconds, moving P "
-    "tens of "
-    "them",
+    "tens of them",
     source="second text",
     chapters=("02_tiled",),
 )
@@ -560,16 +557,14 @@ def check_move_or_recompute() -> Verdict:
     plausible = all(move > 1e-5 and small < 1e-5 for (_, n), (move, small, _) in times.items() if n == 4096)
     rows = "; ".join(
         f"{name}, N = {n}: moving P takes {1e6 * move:,.1f} µs, recomputing it {1e6 * small:,.1f} µs (d = "
-        "64) or "
-        f"{1e6 * large:,.1f} µs (d = 128)"
+        f"64) or {1e6 * large:,.1f} µs (d = 128)"
         for (name, n), (move, small, large) in times.items()
     )
     return Verdict(
         CONDITION if plausible else FAILS,
         f"The SXM card has {H100_SXM.bandwidth / 1e12:.3g} TB/s, the PCIe card "
         f"{H100_PCIE.bandwidth / 1e12:.3g}: below 3 is {' and '.join(below)}. One head, fp16, data-sheet "
-        "rates: "
-        f"{rows}. The times grow with N²; their ratio, {short[0] / short[1]:.1f} or "
+        f"rates: {rows}. The times grow with N²; their ratio, {short[0] / short[1]:.1f} or "
         f"{short[0] / short[2]:.1f} on the SXM card, does not.",
         condition=f"one head of N ≈ 4096 is meant, 'a few' is up to ten, and only the "
         f"{' or '.join(below)} has less than 3 TB/s"
@@ -613,8 +608,7 @@ def judge_gains(stored: dict[str, Any]) -> Verdict:
     return Verdict(
         CONDITION if right else FAILS,
         f"Kernels that recompute P on chip, tile by tile, take {'' if right else 'not '}at most half of the "
-        "time "
-        f"for forward plus backward on the H200, ours and PyTorch's, and batch and length "
+        "time for forward plus backward on the H200, ours and PyTorch's, and batch and length "
         f"can{'' if right else 'not'} be 5 times as large. Recomputing alone is not it: SDPA MATH with "
         f"checkpointing, which makes P twice, is {alone} MATH. Speed levels off with N, memory does not. "
         f"{_predicted_gains()}",
@@ -624,8 +618,8 @@ def judge_gains(stored: dict[str, Any]) -> Verdict:
         measured=f"Both passes, N = {seqlens[0]} to {seqlens[-1]}, {stored['heads']} heads: 01 takes "
         f"{ours[0]:.1f} to {ours[1]:.1f} times as long as 08; SDPA MATH {flash[0]:.1f} to {flash[1]:.1f} "
         f"times as long as FLASH; checkpointed MATH {again[0]:.1f} to {again[1]:.1f} times as long as MATH. "
-        "From 01 to 08 the longest "
-        f"sequence that fits grows {length:.0f} times, the batch at N = 4096 {batch:.0f} times.",
+        f"From 01 to 08 the longest sequence that fits grows {length:.0f} times, the batch at N = 4096 "
+        f"{batch:.0f} times.",
     )
 
 
@@ -681,8 +675,7 @@ def scale_placements(scale: Fraction = Fraction(1, 8)) -> dict[str, tuple[Exact,
 @claim(
     28,
     "The scale is applied nowhere, to dQ by the convert kernel, to dK when it is written, or to dS (the "
-    "second "
-    "text's listing)",
+    "second text's listing)",
     source="§16.2, §16.3, §16.6, second text",
     chapters=("02_tiled",),
 )
@@ -698,8 +691,7 @@ def check_scale() -> Verdict:
         f"head, {2 * seqlen * d:,} at N = {seqlen} and d = {d}; on dS N² of them, {seqlen**2:,}, "
         f"{seqlen // (2 * d)} times as many. Nowhere is right if S has no scale either, as in §16.1's "
         "formulas and §16.2's loop; with a scale in S, dQ and dK would be 1/scale times too large. §16.6 "
-        "asks for "
-        "it on dK in a comment, but passes none to `write_dK` (claim 26).",
+        "asks for it on dK in a comment, but passes none to `write_dK` (claim 26).",
         condition="dQ and dK each have, once, the scale that S has" if same and missing else "",
     )
 
