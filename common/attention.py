@@ -92,6 +92,7 @@ def _resolve(key: str, q: Tensor) -> Chapter:
 
 
 # Not custom_op(): what that checks after every call takes half a millisecond in PyTorch 2.11.
+# Not torch.compiler.disable: it imports the compiler at once, for a second, _disable_dynamo only at a call.
 torch.library.define(
     "fa2_backward::attention",
     "(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool is_causal, bool deterministic, str chapter)"
