@@ -31,8 +31,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@python3 -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, python3 is {v[0]}.{v[1]}")'
 	@echo "Setting up $(VENV): PyTorch, Jupyter and the test tools; a few minutes the first time"
 	python3 -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(VENV)/bin/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 run: $(READY) ## the ladder: build, run, check and time every chapter
