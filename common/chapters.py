@@ -78,7 +78,7 @@ def _capability(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-_parsed = functools.lru_cache(maxsize=64)(tomllib.loads)  # each call of a kernel reads them all
+_parsed = functools.lru_cache(maxsize=64)(tomllib.loads)  # loading a chapter reads them all
 
 
 def _read_info(folder: Path) -> ChapterInfo:
@@ -252,7 +252,9 @@ class Chapter:
             )
 
     def gpu_problem(self, device: torch.device) -> str | None:
-        """Why this chapter cannot run on a CUDA device, or None if it can."""
+        """Why this chapter cannot run on a CUDA device, or None if it can, as on every other device."""
+        if device.type != "cuda":
+            return None
         if problem := jit.cuda_problem():
             return problem
         capability = jit.compute_capability(device)
@@ -268,8 +270,6 @@ class Chapter:
         )
 
     def _must_move_to_cpu(self, device: torch.device) -> bool:
-        if device.type != "cuda":
-            return False
         problem = self.gpu_problem(device)
         if problem is None:
             return False

@@ -381,9 +381,7 @@ def rate_ratios(data: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def judge_rates(data: dict[str, Any]) -> Verdict:
-    """What measured rates say of claim 22. Slow is what has less than ``_SLOW`` of the rate of plain "
-    "stores.
-    """
+    """What measured rates say of claim 22. Slow: less than ``_SLOW`` of the rate of plain stores."""
     ratios = rate_ratios(data)
     places = list(dict.fromkeys(place for place, _ in ratios))
     parts = [

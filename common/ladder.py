@@ -244,11 +244,6 @@ def _inputs(settings: Settings, text: str | None, seqlen: int, device: torch.dev
     return text_inputs(text, *shape, is_causal=settings.causal, dtype=settings.torch_dtype, device=device)
 
 
-def _unfit(info: ChapterInfo, device: torch.device) -> str | None:
-    """Why this GPU lacks what a chapter needs, or None."""
-    return load_chapter(info.name).gpu_problem(device) if device.type == "cuda" else None
-
-
 def climb(
     settings: Settings,
     infos: list[ChapterInfo],
@@ -261,7 +256,7 @@ def climb(
     for info in infos:
         if settings.deterministic and info.deterministic == "never":
             print(f"{info.name} cannot be deterministic; left out")
-        elif problem := _unfit(info, device):
+        elif problem := load_chapter(info.name).gpu_problem(device):
             print(f"{info.name} is left out: {problem}")
         elif settings.torch_dtype in info.dtypes and settings.head_dim in info.head_dims:
             chapters.append(load_chapter(info.name))

@@ -342,7 +342,7 @@ def measure(
             continue
         sources[info.name] = jit.kernel_digest(info.kernel)
         chapter = load_chapter(info.name)
-        problem = chapter.gpu_problem(device) if device.type == "cuda" else None
+        problem = chapter.gpu_problem(device)
         if problem:
             sweep.left_out.append(LeftOut(info.name, None, problem))
             continue

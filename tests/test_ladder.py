@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common import ladder, measurements
-from common.chapters import list_chapters
+from common.chapters import Chapter, list_chapters
 from common.inputs import default_text, text_inputs
 from common.ladder import main
 
@@ -154,7 +154,7 @@ def test_stored_measurements_of_edited_kernels_are_left_out(tmp_path: Path) -> N
 
 
 def test_what_the_gpu_cannot_run_is_left_out(climb, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
-    monkeypatch.setattr(ladder, "_unfit", lambda info, _: "too old" if info.number == 9 else None)
+    monkeypatch.setattr(Chapter, "gpu_problem", lambda ch, _: "too old" if ch.info.number == 9 else None)
     status, out = climb("--seqlens", "40", "--heads", "1", "--chapters", "08", "09")
     assert status == 0
     assert "09_tensor_cores is left out: too old" in out
