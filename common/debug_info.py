@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -14,6 +15,9 @@ from pathlib import Path
 
 from elftools.dwarf.die import DIE
 from elftools.elf.elffile import ELFFile
+
+# What a function, or a call, is an instance of.
+_ORIGINS = ("DW_AT_abstract_origin", "DW_AT_specification")
 
 
 @dataclass(frozen=True)
@@ -116,14 +120,16 @@ def dynamic_shared_variables(library: Path, kernel: str, size: int = 0) -> tuple
         types: dict[int, DIE] = {}
         used: set[int] = set()
         for unit in elf.get_dwarf_info().iter_CUs():
-            # A call's origin is the function itself or its abstract instance, which names the former.
-            for die in unit.iter_DIEs():
-                if die.tag == "DW_TAG_subprogram" and _name_of(die).startswith("dynamic_smem<"):
-                    argument = next(d for d in die.iter_children() if d.tag == "DW_TAG_template_type_param")
-                    if (struct := _type_of(argument)) is not None:
-                        types[die.offset] = struct
-                if die.tag == "DW_TAG_inlined_subroutine":
-                    used |= _origins_within(die, kernel)
+            # Functions stand beside each other or in namespaces. Reading all else would take a second.
+            for function in _functions_of(unit.get_top_DIE()):
+                name = _function_name(function)
+                if name.startswith("dynamic_smem<"):
+                    arguments = (d for d in function.iter_children() if d.tag == "DW_TAG_template_type_param")
+                    for argument in arguments:
+                        if (struct := _type_of(argument)) is not None:
+                            types[function.offset] = struct
+                elif _bare_name(name) == kernel:
+                    used |= _called_within(function)
         chosen = [struct for offset, struct in types.items() if offset in used] or list(types.values())
         if not chosen:
             return ()
@@ -179,30 +185,36 @@ def _thread_local_offset(die: DIE) -> int | None:
     return int.from_bytes(bytes(expression[1:9]), "little")
 
 
-def _origins_within(call: DIE, kernel: str) -> set[int]:
-    """Offsets of the function that an inlined call names, if the call lies in the function ``kernel``."""
-    parent = call.get_parent()
-    while parent is not None and parent.tag != "DW_TAG_subprogram":
-        parent = parent.get_parent()
-    if parent is None:
-        return set()
-    origin = parent
-    while True:
-        name = _name_of(origin)
-        if name:
-            break
-        for attribute in ("DW_AT_abstract_origin", "DW_AT_specification"):
-            if attribute in origin.attributes:
-                origin = origin.get_DIE_from_attribute(attribute)
-                break
-        else:
-            return set()
-    if _bare_name(name) != kernel:
-        return set()
+def _functions_of(parent: DIE) -> Iterator[DIE]:
+    """The functions of a unit, those of its namespaces too."""
+    for die in parent.iter_children():
+        if die.tag == "DW_TAG_subprogram":
+            yield die
+        elif die.tag == "DW_TAG_namespace":
+            yield from _functions_of(die)
+
+
+def _function_name(die: DIE) -> str:
+    """The name that stands at a function, or at what it is an instance or the definition of."""
+    while not (name := _name_of(die)):
+        origin = next((a for a in _ORIGINS if a in die.attributes), None)
+        if origin is None:
+            return ""
+        die = die.get_DIE_from_attribute(origin)
+    return name
+
+
+def _called_within(die: DIE) -> set[int]:
+    """Offsets of the functions, and of their abstract instances, whose inlined calls lie in ``die``."""
     offsets: set[int] = set()
-    called = call
-    for attribute in ("DW_AT_abstract_origin", "DW_AT_specification") * 2:
-        if attribute in called.attributes:
-            called = called.get_DIE_from_attribute(attribute)
-            offsets.add(called.offset)
+    for child in die.iter_children():
+        if child.tag == "DW_TAG_inlined_subroutine":
+            called = child
+            # A call's origin is the function itself or its abstract instance, which names the former.
+            for attribute in _ORIGINS * 2:
+                if attribute in called.attributes:
+                    called = called.get_DIE_from_attribute(attribute)
+                    offsets.add(called.offset)
+        if child.has_children and child.tag != "DW_TAG_subprogram":
+            offsets |= _called_within(child)
     return offsets

@@ -7,6 +7,7 @@ errors, device names): the first is compared when the notebooks are tested, the 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import io
 import json
@@ -37,6 +38,9 @@ from common.traffic import Location, Requests
 SMALL = Problem(1, 2, 70, 70, 64, torch.float32)
 BOOK = Problem(1, 1, 4096, 4096, 64, torch.float16)  # the book's N, one head
 _FENCE = "```"
+
+# What was imported stays until the end, and every collection would look through it: half a second a notebook.
+gc.freeze()
 
 
 @contextlib.contextmanager
@@ -261,8 +265,8 @@ def costs(
 ) -> Markdown:
     """Backward TFLOP/s of chapters and of PyTorch's SDPA, and their ratio to its FLASH backward.
 
-    On a GPU measured now, elsewhere the stored H200 measurements. TFLOP/s are 10·B·H·Nq·Nk·d over the time,
-    half of it when causal.
+    On a GPU measured now, elsewhere the stored H200 measurements. TFLOP/s are 10·B·H·Nq·Nk·d over the time
+    of all kernels of the pass, half of it when causal.
     """
     infos = [load_chapter(chapter).info for chapter in chapters]
     if jit.cuda_problem() is None:
@@ -286,7 +290,6 @@ def costs(
     rows.append(
         f"\n{source}: {m['device']}, {m['date']}, torch {m['torch']}; {dtype}, d = {head_dim}, "
         f"{ladder.settings.heads} heads, {mask}{peak}. In brackets: relative to SDPA FLASH."
-        f"{_overhead_of_calls(ladder, min(seqlens), max(seqlens))}"
     )
     return Markdown("\n".join(rows))
 
@@ -320,20 +323,6 @@ def beside_sdpa(*chapters: str | int, dtype: str = "bf16", forward: bool = False
 
 def _rung(ladder: Ladder, name: str, seqlen: int) -> Rung | None:
     return next((r for r in ladder.rungs if (r.name, r.seqlen) == (name, seqlen)), None)
-
-
-def _overhead_of_calls(ladder: Ladder, short: int, long: int) -> str:
-    """A warning where PyTorch's time at the shorter length is mostly not the kernel's."""
-    rungs = [_rung(ladder, "SDPA FLASH", seqlen) for seqlen in (short, long)]
-    seconds = [r.seconds for r in rungs if r is not None and r.seconds]
-    work = (long / short) ** 2
-    if len(seconds) < 2 or seconds[1] > seconds[0] * work / 2:
-        return ""
-    return (
-        f" At N = {short} PyTorch's time is mostly the overhead of a call: FLASH takes "
-        f"{1e3 * seconds[0]:.2f} ms there and {1e3 * seconds[1]:.2f} ms at N = {long}, for {work:.0f} times "
-        f"the FLOPs. Compare at N = {long}."
-    )
 
 
 def _speed(ladder: Ladder, name: str, seqlen: int) -> str:

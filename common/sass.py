@@ -7,6 +7,7 @@ in ``notebooks/measurements/sass.json``, so that a machine without these tools c
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -51,16 +52,17 @@ def tools() -> str | None:
     found = jit.find_nvcc(), find_nvdisasm()
     if None in found:
         return None
-    versions = []
-    for path in found:
-        text = subprocess.run([str(path), "--version"], capture_output=True, text=True, check=True).stdout
-        version = re.search(r"V([\d.]+)", text)[1]
-        versions.append(f"{path.name} {version}")
-    return ", ".join(versions)
+    return ", ".join(_version(path) for path in found)
+
+
+@functools.cache
+def _version(tool: Path) -> str:
+    text = subprocess.run([str(tool), "--version"], capture_output=True, text=True, check=True).stdout
+    return f"{tool.name} {re.search(r'V([0-9.]+)', text)[1]}"
 
 
 def disassemble(kernel: Path, dtype: torch.dtype, head_dim: int, arch: str) -> str:
-    """The SASS of a kernel file for one architecture, such as "80".
+    """The SASS of a kernel file for one architecture, such as "80". Kept among the builds.
 
     Raises BuildError if it does not compile or the tools are missing.
     """
@@ -69,12 +71,22 @@ def disassemble(kernel: Path, dtype: torch.dtype, head_dim: int, arch: str) -> s
         raise jit.BuildError("nvcc or nvdisasm is missing: pip install nvidia-cuda-nvcc nvidia-cuda-nvdisasm")
     command = resources.nvcc_command(nvcc, kernel, dtype, head_dim, arch)
     command[command.index("-c")] = "-cubin"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = str(Path(folder) / "kernel.cubin")
-        result = subprocess.run([*command, "-o", cubin], capture_output=True, text=True, check=False)
+    facts = [jit.source_digest(kernel), tools(), *command]
+    key = hashlib.sha256(" ".join(facts).encode()).hexdigest()[:12]
+    label = kernel.parent.name if kernel.name == "kernel.cu" else kernel.stem
+    kept = jit.build_root() / f"{label}_{jit.DTYPE_NAMES[dtype]}_d{head_dim}_sm{arch}_{key}.sass"
+    if kept.is_file():
+        return kept.read_text()
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        cubin, text = Path(folder) / "kernel.cubin", Path(folder) / "kernel.sass"
+        result = subprocess.run([*command, "-o", str(cubin)], capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise jit.BuildError(f"{kernel.name} does not compile for sm_{arch}", result.stderr)
-        return subprocess.run([str(nvdisasm), "-c", cubin], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([str(nvdisasm), "-c", str(cubin)], capture_output=True, text=True, check=True)
+        text.write_text(sass.stdout)
+        text.replace(kept)  # at once: another process may be reading
+        return sass.stdout
 
 
 def global_atomics(sass: str) -> list[str]:

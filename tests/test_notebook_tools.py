@@ -7,10 +7,9 @@ import sys
 import pytest
 import torch
 
-from common import experiments, jit, list_chapters, load_chapter, notebook
+from common import experiments, jit, list_chapters, load_chapter
 from common.check import check_chapter, compare_outputs
 from common.formulas import Problem
-from common.ladder import Ladder, Rung, Settings
 from common.notebook import edited_kernel, formula_table, quiet, requests_at, roofline, show, show_experiments
 
 
@@ -75,19 +74,6 @@ def test_formulas_come_with_a_legend() -> None:
     assert "$c$: 1 if is_causal, else 0" in text
     assert "$N_{q}$: seqlen_q" in text
     assert "return_row_stats" not in text, "chapter 06 has no r in its formulas"
-
-
-@pytest.mark.parametrize(("seconds", "is_overhead"), [(4.0, True), (16.0, False)])
-def test_overhead_of_calls_is_told_from_work(seconds: float, is_overhead: bool) -> None:
-    settings = Settings("cuda", "bf16", 1, 16, 64, (1024, 4096), False, None, 1.0)
-    times = {1024: 1e-3, 4096: 1e-3 * seconds}
-    ladder = Ladder(settings, {}, [Rung("SDPA FLASH", n, seconds=t) for n, t in times.items()])
-    found = notebook._overhead_of_calls(ladder, 1024, 4096)
-    assert (
-        "FLASH takes 1.00 ms there and 4.00 ms at N = 4096, for 16 times the FLOPs" in found
-    ) == is_overhead
-    assert bool(found) == is_overhead
-    assert not notebook._overhead_of_calls(ladder, 512, 4096), "nothing is known of 512"
 
 
 @pytest.mark.parametrize("stored", [True, False])

@@ -7,6 +7,7 @@ import io
 import itertools
 import re
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -159,11 +160,24 @@ def test_the_first_call_on_a_gpu_is_never_the_measurement(monkeypatch: pytest.Mo
         clock[0] += next(calls)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     assert timing.median_seconds(call, torch.device("cuda"), limit=1.0) == pytest.approx(0.5)
     calls = iter([3.0])
     assert timing.median_seconds(call, torch.device("cpu"), limit=1.0) == 3.0  # once is enough
+
+
+@pytest.mark.gpu
+def test_what_python_takes_for_a_call_is_not_the_kernels_time() -> None:
+    """0.3 ms of Python before a kernel that fills a hundred bytes."""
+    x = torch.zeros(100, device="cuda")
+
+    def call() -> None:
+        time.sleep(3e-4)
+        x.add_(1)
+
+    assert timing.median_seconds(call, x.device) < 1e-4
 
 
 # ---------------------------------------------------------------- measuring
