@@ -652,6 +652,21 @@ def test_endless_loops_end(build: Callable[[str], Program]) -> None:
         prog.runtime.cpu_device_set_block_timeout(120.0)
 
 
+@pytest.mark.slow
+def test_the_time_limit_leaves_nothing_half_done(folder: Path) -> None:
+    """It comes in the middle of barriers, whose bookkeeping allocates memory. A mistake ends the process."""
+    script = (
+        "import pathlib, sys, torch, test_checker as t\n"
+        "prog = t.program('sync', 'g++ -O1', pathlib.Path(sys.argv[1]))\n"
+        "prog.runtime.cpu_device_set_block_timeout(0.01)\n"
+        "reports = [prog.check('endless_barriers', torch.ones(64), 128) for _ in range(500)]\n"
+        "print({r.findings[-1].tool for r in reports})\n"
+    )
+    path = os.pathsep.join([str(REPO / "tests"), str(REPO)])
+    command = [sys.executable, "-c", script, str(folder)]
+    assert run_command(command, env=os.environ | {"PYTHONPATH": path}, cwd=REPO) == "{'error'}\n"
+
+
 # ---------------------------------------------------------------- order, repetition, threads
 
 SEEDS = (0, 1, 2, 3, 4)

@@ -43,9 +43,8 @@ void pass_named_barrier(int id, uint32_t warps, uint32_t waiting, Site site);
 // `thread` received the value of a lane that its shuffle's mask does not name, or that has returned.
 void read_absent_lane(int source, uint3 thread, Site site);
 
-// Whether the checker is at work that the time limit of a block must not cut short. It then ends the block
-// itself, soon after.
-bool postpone_time_limit();
+// The block is past its time limit: its next access ends it, or the one under way when it is recorded.
+void end_after_access();
 
 // The lanes `full` of the warp that starts at thread `first` wait for space in their logs, the others cannot
 // go on before them. Returns the lanes that have space again, at least one.

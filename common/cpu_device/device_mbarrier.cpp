@@ -81,7 +81,6 @@ void complete_if_awaited(State& state) {
 }
 
 void arrive(MBarrier* barrier, int bytes, const char* function, Site site) {
-  const Uninterrupted uninterrupted;
   State& state = find(barrier, function, site);
   // A phase for which nobody has waited yet ends when the next one begins.
   if (state.is_complete()) complete(state);
@@ -117,7 +116,6 @@ void start(MBarrier* barrier, void* target, std::vector<unsigned char> data, con
 }  // namespace
 
 void mbarrier_init(MBarrier* barrier, int num_arrivals, Site site) {
-  const Uninterrupted uninterrupted;
   require_address("mbarrier_init", barrier, 8, true, site);
   for (State& state : states()) {
     if (state.barrier == barrier) {
@@ -138,7 +136,6 @@ void mbarrier_expect(MBarrier* barrier, int bytes, Site site) {
 
 void mbarrier_wait(MBarrier* barrier, int parity, Site site) {
   {
-    const Uninterrupted uninterrupted;
     State& state = find(barrier, "mbarrier_wait", site);
     if (state.phase % 2 == parity && state.is_complete()) complete(state);
     if (state.phase % 2 == parity) ++state.num_waiting;
@@ -158,7 +155,6 @@ void tma_load(void* panel, const CUtensorMap& map, MBarrier* barrier, int column
   require_address("tma_load", static_cast<char*>(panel) + bytes - kRowBytes, kRowBytes, true, site);
   std::vector<unsigned char> data;
   {
-    const Uninterrupted uninterrupted;
     data.resize(bytes);
   }
   const bool is_inside = head >= 0 && head < map.sizes[2] && batch >= 0 && batch < map.sizes[3];
@@ -178,7 +174,6 @@ void tma_load(void* panel, const CUtensorMap& map, MBarrier* barrier, int column
     }
   }
   if constexpr (kChecked) checker::start_bulk_copy(panel, bytes, pc);
-  const Uninterrupted uninterrupted;
   start(barrier, panel, std::move(data), "tma_load", site);
 }
 
@@ -197,7 +192,6 @@ void bulk_load(void* shared, const void* global, int bytes, MBarrier* barrier, S
     checker::read_by_copy(global, size_t(bytes), pc);
     checker::start_bulk_copy(shared, size_t(bytes), pc);
   }
-  const Uninterrupted uninterrupted;
   const auto* first = static_cast<const unsigned char*>(global);
   start(barrier, shared, std::vector<unsigned char>(first, first + bytes), "bulk_load", site);
 }

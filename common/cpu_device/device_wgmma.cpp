@@ -106,7 +106,6 @@ void require_same(const Call& first, const Call& other) {
 // Products are exact in fp32, sums are rounded to it in the order of k.
 template <typename Format>
 void multiply(void* const* operands) {
-  const Uninterrupted uninterrupted;
   const auto call_of = [&](int lane) -> const Call& {
     return *static_cast<const Call*>(operands[lane]);
   };
@@ -185,7 +184,6 @@ void commit(void* const*) {
 }
 
 void wait(void* const* operands) {
-  const Uninterrupted uninterrupted;
   const int num_pending = *static_cast<const int*>(operands[0]);
   Warpgroup& self = warpgroup();
   const auto is_complete = [&](const Product& product) {

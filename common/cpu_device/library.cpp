@@ -22,6 +22,7 @@ namespace {
 struct Located {
   uintptr_t base;
   uintptr_t address;
+  uintptr_t segment_start = 0, segment_end = 0;  // that has the address
   std::string path;
   size_t tls_module = 0;
   bool found = false;
@@ -38,6 +39,8 @@ int locate(dl_phdr_info* info, size_t, void* data) {
     }
     located.found = true;
     located.base = info->dlpi_addr;
+    located.segment_start = start;
+    located.segment_end = start + segment.p_memsz;
     located.path = info->dlpi_name;
     located.tls_module = info->dlpi_tls_modid;
     return 1;
@@ -79,6 +82,8 @@ Library read_library(const Located& located) {
   Library library;
   library.path = located.path.empty() ? "/proc/self/exe" : located.path;
   library.base = located.base;
+  library.code_start = located.segment_start;
+  library.code_end = located.segment_end;
   library.tls_module = located.tls_module;
   const std::vector<char> image = read_file(library.path);
   if (image.size() < sizeof(ElfW(Ehdr))) return library;
@@ -130,6 +135,10 @@ const Library::Function* Library::find(const void* address) const {
     if (target >= function.address && target < function.address + function.bytes) return &function;
   }
   return nullptr;
+}
+
+bool Library::has_instruction(const void* address) const {
+  return reinterpret_cast<uintptr_t>(address) - code_start < code_end - code_start;
 }
 
 std::string Library::function_name(const void* address) const {

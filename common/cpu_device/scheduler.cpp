@@ -148,7 +148,8 @@ struct Worker {
   bool has_named_barriers = false, has_copies = false;  // the block uses some
   jmp_buf home;
   volatile bool in_fiber = false;
-  double block_start = 0;  // seconds(), for the time limit of a block
+  volatile bool is_late = false;  // the block is past its time limit
+  double block_start = 0;         // seconds(), for the time limit of a block
 
   Fiber& current() { return fibers[order[position]]; }
 };
@@ -278,6 +279,7 @@ cudaError_t remember(cudaError_t code, const std::string& text) {
 // ---------------------------------------------------------------- switching
 
 void finish_fiber(Worker& w);
+[[noreturn]] void report_time_limit();
 
 // What a kernel leaves uninitialised in registers or local memory reads as NaN.
 [[maybe_unused]] __attribute__((noinline)) void poison_stack() {
@@ -314,6 +316,7 @@ void fiber_main() {
   if constexpr (kChecked) {
     checker::enter_thread(w.order[position], fiber.stack->base + kGuardBytes, kStackBytes);
   }
+  if (__builtin_expect(w.is_late, false)) report_time_limit();
   if (fiber.running) _longjmp(fiber.resume, 1);
   fiber.running = true;
   Stack& stack = *fiber.stack;
@@ -671,13 +674,14 @@ void on_fault(int signal, siginfo_t* info, void* context) {
   abandon_block(cudaErrorLaunchTimeout, text);
 }
 
-void on_timer(int, siginfo_t*, void*) {
+// Only the kernel's own code can be left wherever it is: here, in the checker or in the C library something may
+// be half done. Those look at is_late when they are done.
+void on_timer(int, siginfo_t*, void* context) {
   if (worker == nullptr || !worker->in_fiber) return;
   if (seconds() - worker->block_start < block_timeout_seconds) return;
-  if constexpr (kChecked) {
-    if (checker::postpone_time_limit()) return;
-  }
-  report_time_limit();
+  if (worker->launch->library->has_instruction(instruction_of(context))) report_time_limit();
+  worker->is_late = true;
+  if constexpr (kChecked) checker::end_after_access();
 }
 
 class SignalGuard {
@@ -788,6 +792,7 @@ void run_block(Worker& w, uint64_t block) {
   w.has_named_barriers = w.has_copies = false;
   forget_mbarriers();
   forget_products();
+  w.is_late = false;
   w.block_start = seconds();
   if constexpr (kChecked) checker::start_block(block);
   if (_setjmp(w.home) == 0) {
@@ -1088,18 +1093,14 @@ void cp_async_16(void* shared, const void* global, bool inside, Site site) {
   Copies::Copy copy{shared, {}};
   if (inside) std::memcpy(copy.data, global, sizeof(copy.data));
   std::memset(shared, kPoison, sizeof(copy.data));
-  w.in_fiber = false;  // the time limit must not leave while memory is allocated
   copies.queue.push_back(copy);
-  w.in_fiber = true;
 }
 
 void cp_async_commit() {
   Worker& w = *worker;
   Copies& copies = w.current().copies;
   w.has_copies = true;
-  w.in_fiber = false;
   copies.groups.push_back(copies.queue.size());
-  w.in_fiber = true;
 }
 
 void cp_async_wait(int num_pending) {
@@ -1138,13 +1139,6 @@ void wake(const void* address) {
 
 std::string name_of(Site site) {
   return name(site);
-}
-
-Uninterrupted::Uninterrupted() {
-  worker->in_fiber = false;
-}
-Uninterrupted::~Uninterrupted() {
-  worker->in_fiber = true;
 }
 
 unsigned active_mask(Site site) {

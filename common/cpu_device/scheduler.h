@@ -37,7 +37,8 @@ struct SharedArray {
 // What is read once from the library that a kernel lives in.
 struct Library {
   std::string path;
-  uintptr_t base = 0;  // where it is loaded
+  uintptr_t base = 0;                      // where it is loaded
+  uintptr_t code_start = 0, code_end = 0;  // of its instructions
   size_t tls_module = 0;
   std::vector<SharedArray> shared_arrays;
   // Offsets of the bytes that tell whether a thread-local variable was initialised: GCC has one for each
@@ -52,6 +53,7 @@ struct Library {
   };
   std::vector<Function> functions;
 
+  bool has_instruction(const void* address) const;
   // "(anonymous namespace)::kernel(int)" becomes "kernel"; "?" when there is no symbol.
   std::string function_name(const void* address) const;
   // Bytes of the __shared__ arrays that the function itself declares.
@@ -74,15 +76,6 @@ void require_address(const char* function, const void* address, size_t bytes, bo
 void sleep_on(const void* address, std::string (*describe)(const void* address), Site site);
 void wake(const void* address);
 std::string name_of(Site site);
-
-// While one lives, the time limit does not end the block, which would leave by longjmp: for what allocates memory.
-class Uninterrupted {
- public:
-  Uninterrupted();
-  ~Uninterrupted();
-  Uninterrupted(const Uninterrupted&) = delete;
-  Uninterrupted& operator=(const Uninterrupted&) = delete;
-};
 
 // Address of the calling OS thread's copy of a library's thread-local block.
 char* thread_local_block(const Library& library);

@@ -30,6 +30,9 @@ extern __thread uint3 threadIdx;
 extern __thread uint3 blockIdx;
 extern thread_local unsigned char fa2_dynamic_smem[];
 
+// What runs at each access is compiled into each hook, for its kind of access.
+#define ALWAYS_INLINE [[gnu::always_inline]] inline
+
 namespace cpu_device {
 
 namespace checker {
@@ -276,14 +279,7 @@ struct State {
   std::vector<ReadOfNothing> reads_of_nothing;
 } state;
 
-// While the checker allocates memory, the time limit of a block must not end it: it would leave by longjmp.
-volatile int num_busy = 0;
-volatile bool is_late = false;
-
-struct Busy {
-  Busy() { num_busy = num_busy + 1; }
-  ~Busy() { num_busy = num_busy - 1; }
-};
+volatile bool is_late = false;  // the block is past its time limit
 
 uint32_t pc_of(const void* return_address) {
   return uint32_t(reinterpret_cast<uintptr_t>(return_address) - now.code);
@@ -298,7 +294,6 @@ std::string text_of(uint3 v) {
 }
 
 void add_finding(Observation finding) {
-  const Busy busy;
   finding.launch = state.launch;
   const FindingKey key{finding.tool,   finding.what,   finding.pc,  finding.other_pc,
                        finding.region, finding.launch, finding.site};
@@ -335,9 +330,8 @@ Observation observe(const char* tool, const char* what, uint32_t pc, int region,
   return finding;
 }
 
-void found(const char* tool, const char* what, uint32_t pc, int region, uint64_t offset,
-           size_t bytes) {
-  const Busy busy;
+[[gnu::cold]] void found(const char* tool, const char* what, uint32_t pc, int region,
+                         uint64_t offset, size_t bytes) {
   add_finding(observe(tool, what, pc, region, offset, bytes));
 }
 
@@ -363,8 +357,8 @@ struct Conflict {
   uint32_t block = 0;    // of the launch, counted from 1; 0 is the running thread's
 };
 
-void found_race(const Conflict& conflict, uint32_t pc, int region, uint64_t offset, size_t bytes) {
-  const Busy busy;
+[[gnu::cold]] void found_race(const Conflict& conflict, uint32_t pc, int region, uint64_t offset,
+                              size_t bytes) {
   Observation finding = observe("racecheck", conflict.what, pc, region, offset, bytes);
   finding.other_pc = conflict.pc;
   finding.other_block = conflict.block == 0 ? blockIdx : block_index(conflict.block - 1);
@@ -413,7 +407,6 @@ void add_to_list(Group& first, uint32_t pc) {
   }
   if (own == nullptr) {
     if (unused == nullptr) {
-      const Busy busy;
       last->other_pc = uint32_t(state.groups.size());
       unused = &state.groups.emplace_back();
     }
@@ -448,7 +441,7 @@ void find_unordered(const Group& group, Conflict& conflict, uint32_t& step) {
   conflict.what = "";
 }
 
-void add_to_group(Group& group, uint32_t pc) {
+ALWAYS_INLINE void add_to_group(Group& group, uint32_t pc) {
   if (now.known != nullptr) return add_to_list(group, pc);
   const uint32_t clock = now.clocks[now.lane];
   if (group.interval != now.interval) {
@@ -473,7 +466,6 @@ void add_to_group(Group& group, uint32_t pc) {
 
 Group& adders_of(Cell& cell) {
   if (cell.adders == 0) {
-    const Busy busy;
     cell.adders = uint32_t(state.groups.size());
     state.groups.emplace_back();
   }
@@ -488,7 +480,7 @@ const char* name_of_access(CopyKind copy, bool is_read) {
 
 // Records an access of the running thread; returns the access of another thread of the block that it is not
 // ordered with, if there is one and one of the two writes. `copy`: it is that of an asynchronous copy.
-Conflict record(Cell& cell, Kind kind, uint32_t pc, CopyKind copy = kNoCopy) {
+ALWAYS_INLINE Conflict record(Cell& cell, Kind kind, uint32_t pc, CopyKind copy = kNoCopy) {
   Conflict conflict;
   uint32_t step = 0;
   bool other_reads = false;
@@ -585,8 +577,8 @@ Conflict record_between_blocks(GlobalCell& cell, Kind kind, uint32_t pc) {
 
 // ---------------------------------------------------------------- reads of what nothing has written
 
-void note_read_of_nothing(Kind kind, uint32_t pc, int region, uint64_t offset, size_t bytes) {
-  const Busy busy;
+[[gnu::cold]] void note_read_of_nothing(Kind kind, uint32_t pc, int region, uint64_t offset,
+                                        size_t bytes) {
   state.reads_of_nothing.push_back(
       {region, offset, now.interval,
        observe("initcheck", kKindNames[kind], pc, region, offset, bytes)});
@@ -601,7 +593,6 @@ SharedMemory& shared_memory(int region) {
 // launch) that no race explains.
 void report_reads_of_nothing(bool is_shared) {
   if (state.reads_of_nothing.empty()) return;
-  const Busy busy;
   std::vector<ReadOfNothing> rest;
   for (ReadOfNothing& read : state.reads_of_nothing) {
     if ((read.region < 0) != is_shared) {
@@ -635,17 +626,16 @@ bool is_multiple(uintptr_t address, size_t power_of_two) {
 }
 
 // An access to the destination of a copy that may be under way, although a barrier comes between.
-void found_copy_under_way(const Copy& copy, Kind kind, uint32_t pc, int region, uint64_t offset,
-                          size_t bytes) {
+[[gnu::cold]] void found_copy_under_way(const Copy& copy, Kind kind, uint32_t pc, int region,
+                                        uint64_t offset, size_t bytes) {
   const char* what = name_of_access(copy.kind, kind == kRead);
   found_race({what, copy.pc, copy.thread, true}, pc, region, offset, bytes);
 }
 
-void touch_shared(SharedMemory& memory, int region, uintptr_t offset, size_t bytes, Kind kind,
-                  uint32_t pc, bool is_aligned, CopyKind copy = kNoCopy) {
+ALWAYS_INLINE void touch_shared(SharedMemory& memory, int region, uintptr_t offset, size_t bytes,
+                                Kind kind, uint32_t pc, bool is_aligned, CopyKind copy = kNoCopy) {
   if (!is_aligned) found("memcheck", "misaligned", pc, region, offset, bytes);
   if (__builtin_expect(bytes >> memory.log2_unit == 0 || !is_aligned, false)) {
-    const Busy busy;
     const int log2_smaller = is_aligned ? __builtin_ctzl(bytes) : 0;
     if (log2_smaller < memory.log2_unit) memory.refine(log2_smaller);
   }
@@ -684,7 +674,6 @@ void touch_global(uintptr_t offset, size_t bytes, Kind kind, uint32_t pc, bool i
     return;
   }
   if (__builtin_expect(bytes < region.cell_bytes, false)) {
-    const Busy busy;
     region.refine(bytes);
   }
   for (uintptr_t i = start / region.cell_bytes; i * region.cell_bytes < start + bytes; ++i) {
@@ -740,7 +729,8 @@ SharedMemory* find_shared(uintptr_t address, size_t bytes, int& region, uintptr_
 }
 
 // Neither device memory nor dynamic shared memory nor the thread's own stack.
-void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc, CopyKind copy) {
+[[gnu::noinline]] void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc,
+                                   CopyKind copy) {
   const auto& arrays = state.library->shared_arrays;
   const uintptr_t dynamic_offset = address - now.shared;
   uintptr_t nearest_distance = std::min(dynamic_offset - kMaxSharedBytes, -dynamic_offset);
@@ -773,7 +763,6 @@ void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc, CopyKi
     for (const uint3* builtin : {&threadIdx, &blockIdx, &blockDim, &gridDim}) {
       if (address - reinterpret_cast<uintptr_t>(builtin) < sizeof(uint3)) return;
     }
-    const Busy busy;  // of the dynamic loader's lock
     Dl_info info;
     if (dladdr(reinterpret_cast<const void*>(address), &info) != 0) return;
   }
@@ -781,8 +770,8 @@ void touch_other(uintptr_t address, size_t bytes, Kind kind, uint32_t pc, CopyKi
                bytes);
 }
 
-inline void access(uintptr_t address, size_t bytes, Kind kind, const void* return_address,
-                   CopyKind copy = kNoCopy) {
+ALWAYS_INLINE void access(uintptr_t address, size_t bytes, Kind kind, const void* return_address,
+                          CopyKind copy = kNoCopy) {
   if (reinterpret_cast<uintptr_t>(__builtin_frame_address(0)) - now.stack >= now.stack_bytes)
     return;
   if (address - now.stack < now.stack_bytes) return;
@@ -836,15 +825,31 @@ unsigned count_sectors(const uint32_t* locations, int n, unsigned bytes) {
   return unsigned(std::unique(sectors, sectors + count) - sectors);
 }
 
+// Whether all lanes are at one word, or no two at one bank: most requests of a word a lane are so.
+bool is_one_wavefront(const uint32_t* locations, int n, unsigned bytes) {
+  const uint32_t first = locations[0] / kBankBytes;
+  uint32_t banks = 0;
+  bool is_one_word = true, are_apart = true;
+  for (int i = 0; i < n; ++i) {
+    const uint32_t word = locations[i] / kBankBytes, bank = 1u << word % kNumBanks;
+    if (word != (locations[i] + bytes - 1) / kBankBytes) return false;
+    is_one_word = is_one_word && word == first;
+    are_apart = are_apart && (banks & bank) == 0;
+    banks |= bank;
+  }
+  return is_one_word || are_apart;
+}
+
 // Passes over the banks: as many as the bank with the most distinct words has. 8-byte accesses go by half
 // warps, 16-byte accesses by quarters.
 unsigned count_wavefronts(const uint32_t* locations, const int* lanes, int n, unsigned bytes) {
+  if (bytes <= kBankBytes && is_one_wavefront(locations, n, bytes)) return 1;
   const int group = bytes <= 4 ? kWarpSize : bytes == 8 ? kWarpSize / 2 : kWarpSize / 4;
   unsigned wavefronts = 0;
   for (int i = 0; i < n;) {
     const int end = (lanes[i] / group + 1) * group;
     uint32_t words[kNumBanks][kWarpSize];
-    unsigned used[kNumBanks] = {};
+    uint8_t used[kNumBanks] = {};
     unsigned most = 1;
     for (; i < n && lanes[i] < end; ++i) {
       for (uint32_t word = locations[i] / kBankBytes;
@@ -854,7 +859,7 @@ unsigned count_wavefronts(const uint32_t* locations, const int* lanes, int n, un
         while (j < used[bank] && words[bank][j] != word) ++j;
         if (j < used[bank]) continue;
         words[bank][used[bank]++] = word;
-        most = std::max(most, used[bank]);
+        most = std::max<unsigned>(most, used[bank]);
       }
     }
     wavefronts += most;
@@ -907,7 +912,11 @@ void count_request(uint32_t meta, int region, const uint32_t* locations, const i
 void merge_step(uint32_t meta, const uint32_t* locations, const int* lanes, int n) {
   const int region = region_of(locations[0]);
   bool is_one = true;
-  for (int i = 1; i < n; ++i) is_one = is_one && region_of(locations[i]) == region;
+  if (region == kDynamicShared) {
+    for (int i = 1; i < n; ++i) is_one = is_one && locations[i] >> 30 == 2;
+  } else {
+    for (int i = 1; i < n; ++i) is_one = is_one && region_of(locations[i]) == region;
+  }
   if (is_one) return count_request(meta, region, locations, lanes, n);
   std::map<int, std::pair<std::vector<uint32_t>, std::vector<int>>> by_region;
   for (int i = 0; i < n; ++i) {
@@ -952,7 +961,6 @@ uint32_t find_position(uint32_t last, uint32_t next) {
 // Merges the logs of the lanes `lanes` of a warp into requests. A log of `growing` lanes goes on later: when
 // one of them runs out, merging has to wait for it.
 void merge_logs(int first, unsigned lanes, unsigned growing) {
-  const Busy busy;
   save_log();
   uint64_t *next[kWarpSize], *end[kWarpSize];
   uint32_t last[kWarpSize], position[kWarpSize];  // ~0 where a log is at its end
@@ -1129,7 +1137,6 @@ void start_block(uint64_t block) {
   forget_copies(state.dynamic_shared);
   std::for_each(state.static_shared.begin(), state.static_shared.end(), forget_copies);
   state.logging = -1;
-  num_busy = 0;
   for (Log& log : state.logs) {
     log.end = log.entries.data();
     log.num_drained = log.last_meta = 0;
@@ -1163,7 +1170,6 @@ void enter_thread(int thread, const char* stack, size_t stack_bytes) {
 
 void pass_barrier(Site site) {
   if (!state.active) return;
-  const Busy busy;
   ++state.barriers[{text_of(site), "block"}];
   merge_all_logs();
   report_reads_of_nothing(true);
@@ -1172,7 +1178,6 @@ void pass_barrier(Site site) {
 
 void pass_warp_op(int first, unsigned lanes, unsigned returned, bool orders_memory, Site site) {
   if (!state.active) return;
-  const Busy busy;
   merge_logs(first, lanes | returned, 0);
   if (!orders_memory) return;
   ++state.barriers[{text_of(site), "warp"}];
@@ -1205,7 +1210,6 @@ void pass_named_barrier(int id, uint32_t warps, uint32_t waiting, Site site) {
   if (!state.active) return;
   const bool is_whole =
       waiting == warps && __builtin_popcount(warps) * kWarpSize == state.num_threads;
-  const Busy busy;
   if (is_whole) {
     pass_barrier(site);
   } else {
@@ -1229,7 +1233,6 @@ void pass_named_barrier(int id, uint32_t warps, uint32_t waiting, Site site) {
 
 void read_absent_lane(int source, uint3 thread, Site site) {
   if (!state.active) return;
-  const Busy busy;
   Observation finding;
   finding.tool = "synccheck";
   finding.what = "absent lane";
@@ -1241,9 +1244,8 @@ void read_absent_lane(int source, uint3 thread, Site site) {
   add_finding(std::move(finding));
 }
 
-bool postpone_time_limit() {
-  if (num_busy > 0) is_late = true;
-  return num_busy > 0;
+void end_after_access() {
+  is_late = true;
 }
 
 unsigned make_log_space(int first, unsigned full) {
@@ -1259,7 +1261,6 @@ unsigned make_log_space(int first, unsigned full) {
 
 void report(const char* kind, const std::string& text, Site site, const void* instruction) {
   if (!state.active) return;
-  const Busy busy;
   Observation finding;
   finding.tool = kind;
   finding.what = "block ended";
@@ -1296,7 +1297,6 @@ void start_copy(const void* shared, const void* global, const void* return_addre
   uintptr_t offset;
   SharedMemory* memory = find_shared(target, 16, region, offset);
   if (memory == nullptr || !is_multiple(target, 16)) return;
-  const Busy busy;
   if (memory->copies.empty()) memory->copies.resize((memory->bytes + 15) / 16);
   uint32_t& number = memory->copies[offset / 16];
   if (number == 0) {
@@ -1321,7 +1321,6 @@ void land_copy(const void* shared) {
   if (copy.thread != now.thread) return;  // another thread's, into the same place
   number = 0;
   if (--now.num_copies == 0) {
-    const Busy busy;
     state.copies.resize(1);
   }
   for (uintptr_t unit = offset >> memory->log2_unit; unit << memory->log2_unit < offset + 16;
@@ -1404,7 +1403,6 @@ void start_bulk_copy(const void* shared, size_t bytes, const void* return_addres
     append_to_log(pc, kWrite, unsigned(size), 1u << 31 | uint32_t(address - now.shared));
     make_space_in_log();
   });
-  const Busy busy;
   if (memory->copies.empty()) memory->copies.resize((memory->bytes + 15) / 16);
   for (uintptr_t i = offset / 16; i * 16 < offset + bytes; ++i) {
     uint32_t& number = memory->copies[i];
@@ -1425,7 +1423,6 @@ void land_bulk_copy(const void* shared, size_t bytes, int barrier) {
   uintptr_t offset;
   SharedMemory* memory = find_shared(reinterpret_cast<uintptr_t>(shared), bytes, region, offset);
   if (memory == nullptr || memory->copies.empty()) return;
-  const Busy busy;
   std::vector<uint32_t>& arrived = mbarrier(barrier).arrived;
   for (uintptr_t i = offset / 16; i * 16 < offset + bytes; ++i) {
     uint32_t& number = memory->copies[i];
@@ -1446,7 +1443,6 @@ void land_bulk_copy(const void* shared, size_t bytes, int barrier) {
 
 void arrive_at_mbarrier(int barrier) {
   if (!is_kernel_running() || state.known.empty()) return;
-  const Busy busy;
   std::vector<uint32_t>& arrived = mbarrier(barrier).arrived;
   for (int i = 0; i < state.num_threads; ++i) arrived[i] = std::max(arrived[i], now.known[i]);
   for (int lane = 0; lane < kWarpSize; ++lane) {
@@ -1458,14 +1454,12 @@ void arrive_at_mbarrier(int barrier) {
 
 void complete_mbarrier(int barrier) {
   if (!is_kernel_running()) return;
-  const Busy busy;
   MBarrierClocks& clocks = mbarrier(barrier);
   clocks.released = clocks.arrived;
 }
 
 void pass_mbarrier(int barrier) {
   if (!is_kernel_running() || state.known.empty()) return;
-  const Busy busy;
   const std::vector<uint32_t>& released = mbarrier(barrier).released;
   uint32_t* known = &state.known[size_t(now.warp) * state.num_threads];
   for (int i = 0; i < state.num_threads; ++i) known[i] = std::max(known[i], released[i]);
@@ -1481,7 +1475,6 @@ void read_by_product(const void* shared, const void* return_address) {
   access(reinterpret_cast<uintptr_t>(shared), 16, kRead, return_address);
   const uintptr_t offset = reinterpret_cast<uintptr_t>(shared) - now.shared;
   if (offset + 16 > state.dynamic_bytes) return;
-  const Busy busy;
   AsyncThread& self = state.async_threads[now.thread];
   SharedMemory& memory = state.dynamic_shared;
   for (uintptr_t unit = offset >> memory.log2_unit; unit << memory.log2_unit < offset + 16;
@@ -1503,7 +1496,6 @@ void commit_products() {
 // The products that are complete have read until now: what became known to others before did not tell of it.
 void wait_for_products(int num_pending) {
   if (!is_kernel_running()) return;
-  const Busy busy;
   AsyncThread& self = state.async_threads[now.thread];
   const auto is_complete = [&](const ProductRead& read) {
     if (read.group + uint64_t(num_pending) >= self.num_committed) return false;
