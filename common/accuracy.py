@@ -66,7 +66,7 @@ def measure_dq_errors(
     *,
     atomic: str | int = "04_atomic_dq",
     accumulated: str | int = "05_fp32_accum",
-    seqlen_q: int = 64,
+    seqlen_q: int = 32,
     head_dim: int = 64,
     seed: int = 1,
 ) -> list[DqError]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-_HEAD_START = 2_000_000  # clock cycles of a GPU, about a millisecond
+# Clock cycles that a GPU sleeps: for a second, if its clock is 2 GHz (longer if it is lower); and at most.
+_CYCLES, _MOST_CYCLES = 2e9, 2e7
 
 
 def median_seconds(
@@ -19,13 +20,13 @@ def median_seconds(
     *,
     warmup: int = 2,
     repeats: int = 10,
-    limit: float = 1.0,
+    limit: float = 0.5,
 ) -> float:
     """Median time of one call in seconds: CUDA events on a GPU, a clock elsewhere.
 
-    On a GPU it is the time of the call's kernels. The GPU sleeps for a millisecond first, so that they are
-    queued when the first one starts: what Python takes for a call is not the kernel's, and a model that
-    keeps its GPU busy hides it.
+    On a GPU it is the time of the call's kernels. The GPU sleeps first, for twice the time that it took to
+    start the call before (at most 10 ms), so that all kernels are queued when the first one starts: what
+    Python takes for a call is not the kernels', and a model that keeps its GPU busy hides it.
 
     Stops early once ``limit`` seconds are spent measuring, after at least one measured call; calls that
     take longer than the limit are not warmed up twice. On a GPU the first call never counts: some
@@ -33,12 +34,15 @@ def median_seconds(
     """
     start = time.perf_counter()
     times: list[float] = []
+    to_start = 0.0
     for i in range(warmup + repeats):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(_HEAD_START)
+            torch.cuda._sleep(int(min(2 * to_start * _CYCLES, _MOST_CYCLES)))
             begin.record()
+            started = time.perf_counter()
             function()
+            to_start = time.perf_counter() - started
             end.record()
             torch.cuda.synchronize(device)
             seconds = begin.elapsed_time(end) / 1000
