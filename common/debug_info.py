@@ -56,10 +56,19 @@ def _bare_name(function: str) -> str:
     return name.split(" ")[-1].split("::")[-1]
 
 
+# (library, when it was built) → address → frames
+_known_frames: dict[tuple[Path, int], dict[int, list[Frame]]] = {}
+
+
 def frames_of(library: Path, addresses: list[int]) -> dict[int, list[Frame]]:
     """For each return address in the library the inlined calls that lead there, the innermost first."""
-    if not addresses:
-        return {}
+    known = _known_frames.setdefault((library, library.stat().st_mtime_ns), {})
+    if unknown := [address for address in addresses if address not in known]:
+        known |= _read_frames(library, unknown)
+    return {address: known[address] for address in addresses}
+
+
+def _read_frames(library: Path, addresses: list[int]) -> dict[int, list[Frame]]:
     # The instruction that made the call lies before the address it returns to.
     text = "".join(f"{address - 1:#x}\n" for address in addresses)
     command = ["addr2line", "--inlines", "--functions", "--demangle", "--addresses", "-e", str(library)]
@@ -186,11 +195,11 @@ def _thread_local_offset(die: DIE) -> int | None:
 
 
 def _functions_of(parent: DIE) -> Iterator[DIE]:
-    """The functions of a unit, those of its namespaces too."""
+    """The functions of a unit, those of its namespaces too, but for the standard library's."""
     for die in parent.iter_children():
         if die.tag == "DW_TAG_subprogram":
             yield die
-        elif die.tag == "DW_TAG_namespace":
+        elif die.tag == "DW_TAG_namespace" and _name_of(die) != "std":
             yield from _functions_of(die)
 
 
