@@ -262,6 +262,11 @@ def kernel_digest(kernel: Path) -> str:
     return sha.hexdigest()[:12]
 
 
+def kernel_label(kernel: Path) -> str:
+    """What a kernel file is called: its chapter, or the file itself."""
+    return kernel.parent.name if kernel.name == "kernel.cu" else kernel.stem
+
+
 def source_digest(kernel: Path) -> str:
     """Hash of all that a build of ``kernel`` depends on. Changes when any of it is edited."""
     headers = [p for folder in (CUDA_HEADERS, CPU_DEVICE) for p in sorted(folder.rglob("*")) if p.is_file()]
@@ -603,7 +608,7 @@ def build(
     compute capability whose tiles the CPU device runs, 9.0 by default. Raises ``BuildError``.
     """
     defines = define_flags(dtype, head_dim)
-    label = kernel.parent.name if kernel.name == "kernel.cu" else kernel.stem
+    label = kernel_label(kernel)
     what = f"{label} ({DTYPE_NAMES[dtype]}, head_dim {head_dim})"
     stem = re.sub(r"\W", "_", f"fa2_{label}_{DTYPE_NAMES[dtype]}_d{head_dim}")
     host_flags = [*library_flags(), *defines]

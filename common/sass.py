@@ -73,8 +73,8 @@ def disassemble(kernel: Path, dtype: torch.dtype, head_dim: int, arch: str) -> s
     command[command.index("-c")] = "-cubin"
     facts = [jit.source_digest(kernel), tools(), *command]
     key = hashlib.sha256(" ".join(facts).encode()).hexdigest()[:12]
-    label = kernel.parent.name if kernel.name == "kernel.cu" else kernel.stem
-    kept = jit.build_root() / f"{label}_{jit.DTYPE_NAMES[dtype]}_d{head_dim}_sm{arch}_{key}.sass"
+    name = f"{jit.kernel_label(kernel)}_{jit.DTYPE_NAMES[dtype]}_d{head_dim}_sm{arch}_{key}"
+    kept = jit.build_root() / f"{name}.sass"
     if kept.is_file():
         return kept.read_text()
     kept.parent.mkdir(parents=True, exist_ok=True)
