@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from fractions import Fraction
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from common import claims_storage as storage
 from common import experiments
 from common.claims import CONDITION, FAILS, HOLDS, WAITS, all_claims
+from common.measurements import FOLDER
 
 EXPECTED = {
     1: CONDITION, 2: HOLDS, 3: HOLDS, 10: HOLDS, 11: HOLDS, 12: FAILS, 15: CONDITION, 16: CONDITION,
@@ -158,6 +160,19 @@ def test_gains_are_judged_by_measurements() -> None:
 
 
 # ---------------------------------------------------------------- the experiments themselves
+
+
+def test_stored_peaks_grow_with_the_sequence_as_they_should() -> None:
+    """Twice as long: four times the memory where matrices are stored, twice where not. No constant share."""
+    peaks: dict[str, dict[int, int]] = {}
+    for row in json.loads((FOLDER / "memory.json").read_text())["rows"]:
+        peaks.setdefault(row["method"], {})[row["seqlen"]] = row["peak_bytes"]
+    assert len(peaks) == 5
+    for method, by_length in peaks.items():
+        linear = method in (experiments.RECOMPUTED, "SDPA FLASH")
+        for n in experiments.MEMORY_SEQLENS[:-1]:
+            low, high = (1.99, 2.02) if linear else (3.75, 4.0)
+            assert low <= by_length[2 * n] / by_length[n] <= high, (method, n)
 
 
 def test_a_mean_of_the_values_changes_dq_by_nothing_but_rounding() -> None:
