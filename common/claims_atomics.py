@@ -370,13 +370,13 @@ def atomics_are_slow() -> Verdict:
 _SLOW = 0.8
 
 
-def rate_ratios(data: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """(place, type) → additions per second over stores per second."""
+def rate_ratios(data: dict[str, Any], operation: str = "atomicAdd") -> dict[tuple[str, str], float]:
+    """(place, type) → additions per second over stores per second, where that operation was measured."""
     rates = {(r["place"], r["type"], r["operation"]): r["operations_per_second"] for r in data["rows"]}
     return {
-        (place, kind): rates[place, kind, "atomicAdd"] / rates[place, kind, "store"]
-        for place, kind, operation in rates
-        if operation == "store"
+        (place, kind): rate / rates[place, kind, "store"]
+        for (place, kind, measured), rate in rates.items()
+        if measured == operation
     }
 
 
@@ -393,13 +393,19 @@ def judge_rates(data: dict[str, Any]) -> Verdict:
         f"another address: {'; '.join(parts)}. Slow means here: below {_SLOW:g}. Beyond L2 an addition reads "
         "and writes HBM where a store only writes, so there the units of L2 are not the whole reason."
     )
+    for (place, kind), ratio in rate_ratios(data, "red").items():
+        if ratios[place, kind] < _SLOW <= ratio:
+            evidence += (
+                f" The same additions of {kind} in {place} as a reduction (`red`): {ratio:.2f}. There the "
+                "instruction is slow, not the units of L2."
+            )
     conditions = []
     for place in places:
         slow = [kind for (where, kind), ratio in ratios.items() if where == place and ratio < _SLOW]
         if len(slow) == sum(where == place for where, _ in ratios):
             conditions.append(f"the buffer is {place}")
         elif slow:
-            conditions.append(f"{' or '.join(slow)} are added in {place}")
+            conditions.append(f"{' or '.join(slow)} are added in {place} by `atomicAdd`")
     measured = "; ".join(
         f"{r['place']}, {r['type']} {r['operation']}: {r['operations_per_second'] / 1e9:.0f} G/s"
         for r in data["rows"]

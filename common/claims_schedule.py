@@ -270,7 +270,8 @@ def fa2_references(references: Sequence[Reference] = FA2_REFERENCES) -> Verdict:
         return Verdict(FAILS, f"Not the quoted words at commit {FA2_COMMIT}: {', '.join(wrong)}.")
     return Verdict(
         HOLDS,
-        f"Under `{FA2_FOLDER}` at commit {FA2_COMMIT} the quoted words stand where the text says: {named}. "
+        f"Read by hand under `{FA2_FOLDER}` at commit {FA2_COMMIT} (`references_missing_in` does it in a "
+        f"checkout of FA2, which this needs none of): the quoted words stand where the text says: {named}. "
         f"`flash_bwd_kernel.h` has {FA2_MBARRIERS} mbarriers; the Python functions default to "
         f"`{FA2_DEFAULT}`. One detail: line 176 matters only on a path that is no longer launched, since "
         "blocks that run in parallel over keys add dQ from registers.",
@@ -461,8 +462,8 @@ def why_backward_underfills() -> Verdict:
         f"additions to dQ in 10 and 11 allow {inside * atomics['10']:,.0f} as long as their target stays in "
         f"L2; beyond it, in a buffer of 256 MB, {beyond * atomics['10']:.0f}, less than the shared memory of "
         f"{' and '.join(bound_by_atomics)}. Instructions and waiting are in neither number. The text means "
-        "the size of shared memory rather than its bandwidth; how many blocks fit on an SM was not varied "
-        "here.",
+        "the size of shared memory rather than its bandwidth; how many blocks fit on an SM was varied "
+        "once, in 11 at d = 64: two blocks of half the keys were slower.",
         condition="it is said of shared memory's bandwidth; of the atomics in "
         f"{' and '.join(bound_by_atomics)}, when dQ's accumulator is larger than L2",
         measured=f"bf16, d = {p.head_dim}, full: "
@@ -470,8 +471,8 @@ def why_backward_underfills() -> Verdict:
             f"{name} reaches {x:.0f} TFLOP/s, {x / shared[name]:.0%} of what its shared memory allows"
             for name, x in best.items()
         )
-        + f"; a 12 whose additions followed a tile's products, reached {added} at N = "
-        f"{at_once['seqlens'][-1]}, with the additions left out {left_out} ({data['gpu']}, "
+        + f"; a variant of 12 that adds dQ after each tile's products reached {added} at N = "
+        f"{at_once['seqlens'][-1]}, and {left_out}, with a wrong dQ, without the additions ({data['gpu']}, "
         f"{at_once['date']})",
     )
 

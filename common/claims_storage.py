@@ -566,8 +566,8 @@ def check_move_or_recompute() -> Verdict:
         f"{H100_PCIE.bandwidth / 1e12:.3g}: below 3 is {' and '.join(below)}. One head, fp16, data-sheet "
         f"rates: {rows}. The times grow with N²; their ratio, {short[0] / short[1]:.1f} or "
         f"{short[0] / short[2]:.1f} on the SXM card, does not.",
-        condition="one head of N ≈ 4096 is meant, 'a few' is up to about ten, and only the "
-        f"{' or '.join(below)} has less than 3 TB/s"
+        condition=f"one head of N ≈ 4096 is meant, 'a few' is up to about ten, and the card is the "
+        f"{' or '.join(below)}, as to the bandwidth"
         if plausible
         else "",
     )
@@ -736,12 +736,13 @@ def check_what_bounds() -> Verdict:
     rung = ladder.rung("02_tiled", 4096) if ladder is not None else None
     measured = "" if rung is None or rung.tflops is None else (
         f"Chapter 02 on the H200, bf16, N = 4096: {rung.tflops:.1f} TFLOP/s, of at most {limit:.1f} that "
-        "shared memory allows (132 SMs, a pass a clock, 1.98 GHz)."
+        "shared memory allows (132 SMs, a pass a clock, 1.98 GHz; five of its seven products count)."
     )  # fmt: skip
     return Verdict(
         CONDITION if crosses else FAILS,
         "Four products become five, if one kernel makes all of them; chapter 02 makes seven. At N = 4096, "
-        f"d = 64, stored P gives {stored:.0f} FLOP per byte of HBM, recomputing up to {recomputed:,.0f}; an "
+        "d = 64, stored P, dP and dS in 16 bits (seven reads and writes of N² numbers, four products) give "
+        f"{stored:.0f} FLOP per byte of HBM, recomputing up to {recomputed:,.0f}; an "
         f"H100 SXM needs {ridge:.0f}. So HBM no longer binds. In chapter 02 shared memory does, not "
         f"arithmetic: {per_pass:.0f} FLOP for each pass over its banks.",
         condition="HBM is the only memory that can bind" if crosses else "",

@@ -88,6 +88,7 @@ def execute(path: Path) -> float:
         timeout=_LIMIT,
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
+        coalesce_streams=True,  # one output of what a cell prints, in however many pieces it comes
         config=Config({"KernelManager": {"transport_encryption": _encryption()}}),
         shutdown_kernel="immediate",  # a second less for each notebook; nothing of a kernel outlives it
     )

@@ -29,7 +29,8 @@ class Finding:
 
     tool: "memcheck", "initcheck", "racecheck", "synccheck", or "error" for a crash, an endless loop, a failed
     assertion. where: the line; other: of a race, the other thread's. block, thread: the first that did it.
-    memory: tensor, scratch part or shared array; index: the element. count: how often it was seen.
+    memory: tensor, scratch part or shared array; index: the element. count: how often it was
+    seen; of initcheck, in how many places, as each counts as written from then on.
     """
 
     tool: str
@@ -245,7 +246,7 @@ class _Reader:
             named = where is None or where.line == 0 or str(where) in text
             message = f"{who}: {text}" + ("" if named else f" ({at})")
         if int(count) > 1:
-            message += f" ({int(count):,} times)"
+            message += f" ({int(count):,} {'places' if tool == 'initcheck' else 'times'})"
         return Finding(
             tool,
             kernel,

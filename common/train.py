@@ -12,18 +12,20 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from tqdm import tqdm
 
 from common import flash_attention, jit
 from common.attention import default_chapter
 from common.ladder import machine
-from common.measurements import FOLDER
+from common.measurements import FOLDER, is_current
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -107,14 +109,13 @@ def corpus() -> Tensor:
     return torch.tensor(list(b"\n".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
 
 
-def train(settings: Settings, attention: Attention, text: Tensor) -> tuple[list[float], list[float]]:
-    """The loss of each step, and its seconds."""
+def train(settings: Settings, attention: Attention, text: Tensor) -> Iterator[tuple[float, float]]:
+    """Trains step by step: the loss and the seconds of each."""
     device = text.device
     torch.manual_seed(settings.seed)
     model = Model(settings, attention).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     batches = torch.Generator().manual_seed(settings.seed)
-    losses, seconds = [], []
     for _ in range(settings.steps):
         starts = torch.randint(len(text) - settings.context - 1, (settings.batch,), generator=batches)
         rows = torch.stack([text[s : s + settings.context + 1] for s in starts.tolist()]).long()
@@ -125,27 +126,41 @@ def train(settings: Settings, attention: Attention, text: Tensor) -> tuple[list[
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    return losses, seconds
+        reached = loss.item()  # waits for the device
+        yield reached, time.perf_counter() - start
 
 
 def compare(settings: Settings, device: torch.device) -> dict[str, object]:
     """Trains with both, and with PyTorch's a second time; what is printed and stored."""
     text = corpus().to(device)
     parameters = sum(p.numel() for p in Model(settings, sdpa).parameters())
+    # Step by step in turns: what slows the machine for a while slows all three.
+    attentions = {"SDPA": sdpa, "ours": ours, "SDPA again": sdpa}
+    trainings = {name: train(settings, attention, text) for name, attention in attentions.items()}
+    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in trainings}
+    for _ in tqdm(range(settings.steps), desc="training three models", disable=None):
+        for name, training in trainings.items():
+            steps[name].append(next(training))
     runs = {}
-    for name, attention in (("SDPA", sdpa), ("ours", ours), ("SDPA again", sdpa)):
-        losses, seconds = train(settings, attention, text)
+    for name, found in steps.items():
+        losses, seconds = zip(*found, strict=True)
         usual = statistics.median(seconds[len(seconds) // 4 :])  # the first steps compile and warm up
         runs[name] = {"losses": losses, "step_seconds": usual}
+    chapter = default_chapter(torch.bfloat16, settings.head_dim, device)
     return {
         "machine": machine(device),
         "settings": asdict(settings),
         "parameters": parameters,
-        "chapter": default_chapter(torch.bfloat16, settings.head_dim, device).name,
+        "chapter": chapter.name,
+        "source": jit.kernel_digest(chapter.kernel),
         "runs": runs,
     }
+
+
+def load(path: Path = FOLDER / "training.json") -> dict[str, Any] | None:
+    """The stored training, or None if there is none or the chapter's kernel was edited since."""
+    data = json.loads(path.read_text()) if path.is_file() else None
+    return data if data and is_current(data["chapter"], data["source"]) else None
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -593,7 +593,8 @@ def test_a_mistake_is_found_and_described(
     (finding,) = report.findings
     where = mistake.where if mistake.where != "" else mistake.case
     places = {"where": at(where) if where else "", "other": at(mistake.other) if mistake.other else ""}
-    times = f" ({mistake.count} times)" if mistake.count > 1 and "times)" not in mistake.text else ""
+    unit = "places" if mistake.tool == "initcheck" else "times"
+    times = f" ({mistake.count} {unit})" if mistake.count > 1 and "times)" not in mistake.text else ""
     assert finding.message == mistake.text.format(**places) + times
     assert str(finding) == f"{mistake.tool}: {finding.message}"
     assert finding.tool == mistake.tool

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ def test_other_gradients_would_be_noticed() -> None:
 
     settings = replace(train.SMALL, steps=8, learning_rate=1e-2)
     text = train.corpus()
-    right, wrong = (train.train(settings, attention, text)[0] for attention in (train.sdpa, detached))
+    right, wrong = (
+        [loss for loss, _ in train.train(settings, attention, text)] for attention in (train.sdpa, detached)
+    )
     assert wrong != pytest.approx(right, rel=5e-3)
 
 
@@ -34,3 +38,12 @@ def test_the_command_says_which_chapter_it_used(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert f"ours is {list_chapters()[-1].name} on cpu" in out
     assert "ms a step" in out
+
+
+def test_a_stored_training_is_of_the_present_kernel(tmp_path: Path) -> None:
+    stored = train.load()
+    assert stored is not None
+    edited = tmp_path / "training.json"
+    edited.write_text(json.dumps(stored | {"source": "0" * 12}))
+    assert train.load(edited) is None
+    assert train.load(tmp_path / "none.json") is None
