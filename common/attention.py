@@ -33,12 +33,13 @@ def flash_attention(
     Args:
         q: [B, H, Nq, d]; k, v: [B, H, Nk, d]; float32, float16 or bfloat16, one dtype, any strides. Under
             autocast nothing is cast: the dtype of the tensors is the dtype of the computation.
-        softmax_scale: any finite number; 1/√d by default.
+        softmax_scale: any finite number; 1/√d by default. Scores are fp32: where one times the scale is
+            beyond some 10⁵, the P that backward recomputes is off by more than 16 bits can tell.
         is_causal: query i sees keys j <= i + Nk - Nq (the mask is aligned bottom-right).
         deterministic: ask for the same bits on every run. Also on under
             ``torch.use_deterministic_algorithms(True)``.
-        chapter: which chapter computes: a loaded ``Chapter``, a name, a number. By default the last one that
-            takes the tensors' dtype, head_dim and GPU: the fastest.
+        chapter: which chapter computes: a loaded ``Chapter``, a name, a number. By default the last one in
+            ``chapters/`` that takes the tensors' dtype, head_dim and GPU: of this repository's, the fastest.
         verbose: print which chapter that is.
 
     Returns:
@@ -48,8 +49,11 @@ def flash_attention(
         TypeError, ValueError: an argument is not accepted; the message names it.
         RuntimeError: on a second differentiation, or when a kernel fails. BuildError: it does not compile.
     """
-    if isinstance(softmax_scale, bool):  # the operator would take True for 1.0
-        raise TypeError("softmax_scale is a bool; expected a finite number or None")
+    validation.check_tensors(q=q, k=k, v=v)
+    # The operator would take True for a scale of 1.0, and tell of its C++ types where one is wrong.
+    validation.check_flags(is_causal=is_causal, deterministic=deterministic)
+    if softmax_scale is not None and not torch.compiler.is_compiling():
+        softmax_scale = validation.default_scale(softmax_scale, q.shape[3])
     if torch._C._are_functorch_transforms_active() or (
         forward_ad._current_level >= 0 and any(_has_tangent(tensor) for tensor in (q, k, v))
     ):

@@ -187,6 +187,7 @@ class Chapter:
             isinstance(schedule, bool) or not isinstance(schedule, int) or schedule < 0
         ):
             raise ValueError(f"schedule is {schedule!r}; expected None, 'in_order' or a seed >= 0")
+        _check_cpu_models(cpu_models, info)
         if not info.kernel.is_file():
             raise FileNotFoundError(f"{info.kernel} does not exist")
         self.info = info
@@ -321,13 +322,21 @@ class Chapter:
     ) -> Workspace:
         """The scratch memory that ``backward`` (``forward``, if the chapter has no backward) allocates.
 
-        ``seqlen_k`` defaults to ``seqlen_q``.
+        ``seqlen_k`` defaults to ``seqlen_q``. Raises TypeError or ValueError as ``backward`` does.
         """
+        seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+        sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        for name, size in sizes.items():
+            validation.check_size(name, size, least=1)
+        validation.check_size("batch * num_heads", batch * num_heads, least=1)
+        validation.check_flags(is_causal=is_causal, deterministic=deterministic)
+        if self.has_backward:
+            self.check_deterministic(deterministic)
         library = self.library(dtype, head_dim, device)
         return _workspace(
             library.name,
             self.has_backward,
-            (batch, num_heads, num_heads, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k),
+            (batch, num_heads, num_heads, seqlen_q, seqlen_k),
             is_causal,
             deterministic,
         )
@@ -346,7 +355,8 @@ class Chapter:
 
         Args:
             q: [B, H, Nq, d]; k, v: [B, H, Nk, d]; float32, float16 or bfloat16; any strides.
-            softmax_scale: any finite number; 1/√d by default.
+            softmax_scale: any finite number; 1/√d by default. Scores are fp32: where one times the scale is
+                beyond some 10⁵, the P that backward recomputes is off by more than 16 bits can tell.
             is_causal: query i sees keys j <= i + Nk - Nq (the mask is aligned bottom-right).
             return_row_stats: also return m and l of each row.
 
@@ -361,6 +371,8 @@ class Chapter:
         """
         chapter = self.forward_chapter
         if chapter is not self:
+            validation.check_tensors(q=q)
+            self._check_supported(q.dtype, q.shape[3])  # or the other chapter would be named
             return chapter.forward(
                 q, k, v, softmax_scale=softmax_scale, is_causal=is_causal, return_row_stats=return_row_stats
             )
@@ -368,6 +380,7 @@ class Chapter:
         validation.check_device("q", q)
         self._check_supported(q.dtype, q.shape[3])
         scale = validation.default_scale(softmax_scale, q.shape[3])
+        validation.check_flags(is_causal=is_causal, return_row_stats=return_row_stats)
         if self._must_move_to_cpu(q.device):
             moved = self.forward(
                 q.cpu(),
@@ -429,6 +442,7 @@ class Chapter:
         validation.check_device("q", q)
         self._check_supported(q.dtype, q.shape[3])
         scale = validation.default_scale(softmax_scale, q.shape[3])
+        validation.check_flags(is_causal=is_causal, deterministic=deterministic)
         self.check_deterministic(deterministic)
         if self._must_move_to_cpu(q.device):
             moved = self.backward(
@@ -517,6 +531,13 @@ class Chapter:
             BuildError: the kernel does not compile.
         """
         validation.check_qkv(q, k, v, self.info.dtypes)
+        validation.check_flags(
+            is_causal=is_causal, deterministic=deterministic, return_row_stats=return_row_stats
+        )
+        if max_grid_y is not None:
+            validation.check_size("max_grid_y", max_grid_y, least=1)
+        if optimize not in jit.OPTIMIZE_LEVELS:
+            raise ValueError(f"optimize is {optimize!r}; expected one of {', '.join(jit.OPTIMIZE_LEVELS)}")
         backward = out is not None or dout is not None or lse is not None
         if backward:
             if out is None or dout is None or lse is None:
@@ -610,7 +631,20 @@ def _parse_launches(log: str) -> list[KernelLaunch]:
 
 
 def _defines(kernel: Path, function: str) -> bool:
-    return re.search(rf"^cudaError_t {function}\(", kernel.read_text(), re.MULTILINE) is not None
+    return re.search(rf"^\s*cudaError_t\s+{function}\s*\(", kernel.read_text(), re.MULTILINE) is not None
+
+
+def _check_cpu_models(cpu_models: object, info: ChapterInfo) -> None:
+    if cpu_models is None:
+        return
+    pair = isinstance(cpu_models, tuple) and [type(number) for number in cpu_models] == [int, int]
+    if not pair:
+        raise TypeError(
+            f"cpu_models is {cpu_models!r}; expected the two ints of a compute capability, like (8, 6)"
+        )
+    if not info.runs_on(cpu_models):
+        needed = ".".join(str(number) for number in info.min_compute_capability)
+        raise ValueError(f"cpu_models is {cpu_models}; {info.name} needs compute capability {needed}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -647,8 +681,10 @@ def load_chapter(
     """Loads a chapter by name ("02_tiled"), or by number (2).
 
     Picks up whatever was edited since it was last loaded. See ``Chapter`` for the options.
-    Raises ValueError, naming the chapters there are.
+    Raises ValueError, naming the chapters there are; TypeError for what is neither str nor int.
     """
+    if isinstance(name, bool) or not isinstance(name, (str, int)):
+        raise TypeError(f"name is a {type(name).__name__}; expected a chapter's name or number")
     chapters = list_chapters()
     for info in chapters:
         if name in (info.name, info.number, f"{info.number}", f"{info.number:02d}"):
@@ -661,12 +697,18 @@ def load_kernel(
 ) -> Chapter:
     """Loads any ``.cu`` file that keeps the launch contract of ``common/cuda/attention.h``.
 
-    A ``chapter.toml`` beside it is honoured. Without one, every dtype and head_dim is let through to the
-    kernel, and the forward pass of the first chapter is used where the file has none.
+    A ``chapter.toml`` beside it is honoured. Without one, every dtype and head_dim that the first chapter
+    takes is let through to the kernel, and the forward pass of that chapter is used where the file has none.
+
+    Raises FileNotFoundError, and ValueError for a file that defines no launcher.
     """
     kernel = Path(path).resolve()
     if not kernel.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
+        raise FileNotFoundError(f"{str(path)!r} {'is no file' if kernel.exists() else 'does not exist'}")
+    if not any(_defines(kernel, function) for function in ("launch_forward", "launch_backward")):
+        raise ValueError(
+            f"{path} defines neither launch_forward nor launch_backward, of common/cuda/attention.h"
+        )
     if kernel.name == "kernel.cu" and (kernel.parent / "chapter.toml").is_file():
         info = _read_info(kernel.parent)
     else:

@@ -38,6 +38,7 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf
 # A newer API than the oldest supported PyTorch has must fail here, not on a reader's machine.
 _STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000ULL"
 
+OPTIMIZE_LEVELS = ("-O0", "-O1", "-O2", "-O3")  # of a checked build
 # Sums may be reordered, which is what lets the compiler vectorise a dot product; NaN and infinity keep
 # their meaning. A large local array must hit the guard page of its stack, not jump over it.
 _CPU_KERNEL_FLAGS = [

@@ -11,10 +11,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from common.validation import default_scale
+from common.validation import check_like, check_qkv, default_scale
 
 # Of one N² matrix, over all heads that are computed at once: 512 MiB in float64.
 _MAX_MATRIX_ELEMENTS = 2**26
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _EPS32 = torch.finfo(torch.float32).eps
 
 
@@ -80,8 +81,11 @@ def explicit_gradients(
 ) -> Gradients:
     """Plain PyTorch in the inputs' own dtype: matmul, softmax, matmul, and autograd for the gradients.
 
-    Shapes as in ``Chapter.forward`` and ``Chapter.backward``. Rows that see no key get zeros and lse −inf.
+    Shapes as in ``Chapter.forward`` and ``Chapter.backward``, float64 too. Rows that see no key get zeros and
+    lse −inf. Raises TypeError or ValueError, naming the argument.
     """
+    check_qkv(q, k, v, _DTYPES)
+    check_like("q", q, dout=dout)
     scale = default_scale(softmax_scale, q.shape[-1])
     visible = _visible(q, k, is_causal, rule)
     row_has_key = visible.any(-1, keepdim=True)
@@ -110,6 +114,8 @@ def reference_gradients(
     rule: ScoreRule = PLAIN,
 ) -> Gradients:
     """``explicit_gradients`` in float64, on the inputs as they are rounded to their dtype."""
+    check_qkv(q, k, v, _DTYPES)
+    check_like("q", q, dout=dout)
     inputs = (tensor.double() for tensor in (q, k, v, dout))
     return explicit_gradients(*inputs, softmax_scale=softmax_scale, is_causal=is_causal, rule=rule)
 
@@ -373,7 +379,13 @@ def compare(
     ``rule``: the variant of attention that was computed.
     ``dq_rounded_every``: dQ is kept in its dtype and rounded after each so many keys (``ChapterInfo`` says
     so). T roundings of a sum that grows like a random walk add up to √(T/2) of them at its full size.
+
+    Raises TypeError or ValueError, naming the argument: shapes and dtypes are those of the inputs.
     """
+    check_qkv(q, k, v, _DTYPES)
+    check_like("q", q, dout=dout)
+    if not isinstance(result, Gradients):
+        raise TypeError(f"result is a {type(result).__name__}; expected Gradients")
     options = {"softmax_scale": softmax_scale, "is_causal": is_causal, "rule": rule}
     roundings = {} if dq_rounded_every is None else {"dq": math.ceil(k.shape[2] / dq_rounded_every)}
     return [

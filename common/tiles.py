@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from common.validation import check_size
+
 
 @dataclass(frozen=True)
 class TileCount:
@@ -20,7 +22,12 @@ def count_tiles(seqlen_q: int, seqlen_k: int, block_m: int, block_n: int, is_cau
 
     The mask is aligned bottom-right: query i sees keys j <= i + seqlen_k − seqlen_q. For equal lengths N and
     square tiles of b the visited share is (N / b + 1) / (2 N / b), which tends to one half (book §16.8).
+    Raises TypeError or ValueError for sizes that no kernel takes.
     """
+    for name, size, least in (
+        ("seqlen_q", seqlen_q, 0), ("seqlen_k", seqlen_k, 0), ("block_m", block_m, 1), ("block_n", block_n, 1)
+    ):  # fmt: skip
+        check_size(name, size, least)
     num_m, num_n = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
     offset = seqlen_k - seqlen_q
     visited = unmasked = 0

@@ -7,8 +7,10 @@ also run on fake tensors.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def default_scale(softmax_scale: float | None, head_dim: int) -> float:
     """``softmax_scale``, or 1/√head_dim for None. Raises TypeError, or ValueError when it is not finite."""
     if softmax_scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
         raise TypeError(
             f"softmax_scale is a {type(softmax_scale).__name__}; expected a finite number or None"
         )
@@ -31,6 +33,27 @@ def default_scale(softmax_scale: float | None, head_dim: int) -> float:
             f"softmax_scale is {softmax_scale}; expected a number that is finite in fp32, or None"
         )
     return float(softmax_scale)
+
+
+def check_flags(**flags: bool) -> None:
+    """Raises TypeError for what is neither True nor False: "no" would count as true."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} is a {type(value).__name__}; expected True or False")
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    """Checks that each is a dense tensor with the four axes of q, k and v. Raises TypeError or ValueError."""
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor, 4, "[batch, num_heads, seqlen, head_dim]")
+
+
+def check_size(name: str, size: object, least: int) -> None:
+    """Checks a size that kernels keep in 32 bits. Raises TypeError for no int, ValueError for its value."""
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{name} is a {type(size).__name__}; expected an int")
+    if not least <= size <= MAX_SIZE:
+        raise ValueError(f"{name} is {size}; expected {least} to {MAX_SIZE}")
 
 
 def _shape(tensor: Tensor) -> str:
@@ -58,8 +81,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, dtypes: Sequence[torch.dtype]) ->
 
     Raises TypeError for dtypes and non-tensors, ValueError for shapes and devices.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, tensor, 4, "[batch, num_heads, seqlen, head_dim]")
+    check_tensors(q=q, k=k, v=v)
     if q.dtype not in dtypes:
         accepted = ", ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"q has dtype {q.dtype}; accepted: {accepted}")
@@ -91,13 +113,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, dtypes: Sequence[torch.dtype]) ->
             raise ValueError(f"{name} is {size}; at most {MAX_SIZE} is supported")
 
 
+def check_like(like: str, reference: Tensor, **tensors: Tensor) -> None:
+    """Checks that tensors have the dtype, device and shape of the one that is called ``like``."""
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor, 4, f"like {like}, [batch, num_heads, seqlen, head_dim]")
+        _check_same("dtype", like, reference.dtype, name, tensor.dtype, TypeError)
+        _check_same("device", like, reference.device, name, tensor.device, ValueError)
+        _check_same("shape", like, tuple(reference.shape), name, tuple(tensor.shape), ValueError)
+
+
 def check_saved(q: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
     """Checks what backward gets besides q, k, v: out and dout like q, lse [B, H, Nq] in float32."""
-    for name, tensor in (("out", out), ("dout", dout)):
-        _check_tensor(name, tensor, 4, "like q, [batch, num_heads, seqlen_q, head_dim]")
-        _check_same("dtype", "q", q.dtype, name, tensor.dtype, TypeError)
-        _check_same("device", "q", q.device, name, tensor.device, ValueError)
-        _check_same("shape", "q", tuple(q.shape), name, tuple(tensor.shape), ValueError)
+    check_like("q", q, out=out, dout=dout)
     _check_tensor("lse", lse, 3, "[batch, num_heads, seqlen_q]")
     if lse.dtype != torch.float32:
         raise TypeError(f"lse has dtype {lse.dtype}; expected torch.float32")

@@ -1049,6 +1049,21 @@ def test_time_limit_is_one_of_a_block(device_folder: Path) -> None:
     assert time.monotonic() - start > 0.6, "the blocks are too short to show anything"
 
 
+@pytest.mark.parametrize("limit", ["x", "", "nan", "-1", "0.3s"])
+def test_a_time_limit_that_is_none(device_folder: Path, limit: str) -> None:
+    """It is not taken for no limit at all."""
+    program = str(device_of("g++", device_folder).program("errors"))
+    result = subprocess.run(
+        [program, "many_short_blocks"],
+        env=os.environ | {"FA2_CPU_BLOCK_TIMEOUT": limit, "SCHEDULE": "-1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert f"FA2_CPU_BLOCK_TIMEOUT is '{limit}'; expected seconds" in result.stderr
+    assert parse(result.stdout)["many_short_blocks"] == "cudaSuccess"
+
+
 def test_assert(any_device: Device) -> None:
     name, text = ERRORS["failed_assert"]
     arrays = any_device.run("errors", "failed_assert")

@@ -161,8 +161,16 @@ __thread char* last_text;  // of the last error of this OS thread
 __thread cudaError_t last_code;
 
 double initial_block_timeout() {
+  constexpr double kUsual = 120;
   const char* text = std::getenv("FA2_CPU_BLOCK_TIMEOUT");
-  return text == nullptr ? 120.0 : std::atof(text);
+  if (text == nullptr) return kUsual;
+  char* end = nullptr;
+  const double limit = std::strtod(text, &end);
+  if (end != text && *end == '\0' && limit >= 0) return limit;  // NaN is not
+  std::fprintf(stderr,
+               "FA2_CPU_BLOCK_TIMEOUT is '%s'; expected seconds, or 0 for no limit: %g it is\n",
+               text, kUsual);
+  return kUsual;
 }
 
 double seconds() {
