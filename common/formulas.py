@@ -36,6 +36,13 @@ SYMBOLS = {
     "T_k": "blocks of keys",
     "V": "visible elements of one head's S (all of them unless causal)",
 }
+# What a chapter calls so if it has it; chapter.toml defines them.
+_MEANINGS = {
+    "D": "columns of a tile, head_dim padded",
+    "n_split": "accumulators of dQ",
+    "T": "visited tiles of one head, a sum over the blocks of keys i",
+    "R": "the queries of these tiles, counted once for each",
+}
 _BARRIERS = "barriers"
 _EXACT = 2**53  # up to which a float holds every whole number
 _OPERATIONS = ("read", "written", "atomic_bytes", "atomics")
@@ -211,9 +218,9 @@ class Formulas:
 
     @property
     def symbols(self) -> dict[str, str]:
-        """What the symbols in ``latex()`` mean, without those that the chapter defines itself."""
+        """What the symbols in ``latex()`` mean, without what only one chapter defines."""
         used = {str(symbol) for symbol in self._used_symbols()}
-        return {name: meaning for name, meaning in SYMBOLS.items() if name in used}
+        return {name: meaning for name, meaning in (SYMBOLS | _MEANINGS).items() if name in used}
 
     def _used_symbols(self) -> set[sympy.Symbol]:
         used: set[sympy.Symbol] = set()
