@@ -707,8 +707,8 @@ def load_kernel(
         raise FileNotFoundError(f"{str(path)!r} {'is no file' if kernel.exists() else 'does not exist'}")
     if not any(_defines(kernel, function) for function in ("launch_forward", "launch_backward")):
         raise ValueError(
-            f"{path} defines neither launch_forward nor launch_backward; common/cuda/attention.h says what they "
-            "are"
+            f"{path} defines neither launch_forward nor launch_backward; for what they are see "
+            "common/cuda/attention.h"
         )
     if kernel.name == "kernel.cu" and (kernel.parent / "chapter.toml").is_file():
         info = _read_info(kernel.parent)
