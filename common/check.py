@@ -18,7 +18,7 @@ from common.chapters import Chapter, load_chapter, load_kernel
 from common.formulas import Problem
 from common.inputs import Inputs, random_inputs
 from common.jit import DTYPE_NAMES, BuildError
-from common.ladder import DTYPES
+from common.ladder import DTYPES, check_at_least_one
 from common.reference import Comparison, Gradients, compare
 from common.report import Report
 
@@ -77,6 +77,16 @@ def compare_outputs(
     return [c for c in comparisons if c.name in names]
 
 
+def _what(chapter: Chapter, problem: Problem) -> str:
+    """What is checked, as the report will name it."""
+    p = problem
+    return (
+        f"{chapter.name} {'backward' if chapter.has_backward else 'forward'}, {DTYPE_NAMES[p.dtype]}, "
+        f"B={p.batch} H={p.num_heads} Nq={p.seqlen_q} Nk={p.seqlen_k} d={p.head_dim}"
+        f"{', causal' if p.is_causal else ''}{', deterministic' if p.deterministic else ''}"
+    )
+
+
 def _as_json(report: Report, problem: Problem) -> dict[str, object]:
     tensors = {name: dataclasses.asdict(t) for name, t in report.traffic.tensors.items()}
     return {
@@ -107,6 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lines", action="store_true", help="also the requests of every source line")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers and findings")
     options = parser.parse_args(arguments)
+    check_at_least_one(parser, options, "seqlen", "seqlen_k", "batch", "heads", "head_dim")
     try:
         is_file = options.chapter.endswith(".cu")
         chapter = load_kernel(options.chapter) if is_file else load_chapter(options.chapter)
@@ -120,6 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
             options.causal,
             options.deterministic,
         )
+        # The checker looks at every access: at a few thousand queries and keys that takes minutes.
+        print(f"Checking {_what(chapter, problem)} …", file=sys.stderr, flush=True)
         report, inputs = check_chapter(chapter, problem)
     except (BuildError, ValueError, TypeError, FileNotFoundError) as error:
         print(error, file=sys.stderr)

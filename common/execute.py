@@ -118,6 +118,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("numbers", nargs="*", metavar="NN", help="which ones; default: all")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options = parser.parse_args(arguments)
+    numbers = {path.name[:2] for path in notebooks()}
+    if unknown := [number for number in options.numbers if number not in numbers]:
+        stems = ", ".join(path.stem for path in notebooks())
+        parser.error(f"NN is {unknown[0]}; expected the two digits of one of {stems}")
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif options.device == "cuda" and (problem := jit.cuda_problem()):

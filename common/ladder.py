@@ -1,6 +1,7 @@
 """The ladder: every chapter built, run, compared with float64, timed, and put in one table.
 
-``make run``, or ``python -m common.ladder --help``. Exits with 1 if a chapter fails or is over its budget.
+``make run``, or ``python -m common.ladder --help``. Exits with 1 if a chapter fails or is over its budget,
+and if none was run.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import sys
@@ -350,6 +352,14 @@ def line(rung: Rung) -> str:
     return f"{rung.name:<19} {_errors(rung):<68} {workspace:>9} {seconds:>9} {speedup:>8}{tflops}"
 
 
+def check_at_least_one(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
+    """Ends with the parser's message where an option, such as ``head_dim``, is below 1. None was not given."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m common.ladder", description=__doc__)
@@ -384,12 +394,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--picture", type=Path, default=Path("out/ladder.png"), metavar="FILE", help="default: %(default)s"
     )
     options = parser.parse_args(arguments)
-    for name in ("batch", "heads", "head_dim"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+    check_at_least_one(parser, options, "batch", "heads", "head_dim")
     if options.seqlens and min(options.seqlens) < 1:
         parser.error(f"--seqlens has {min(options.seqlens)}; expected at least 1")
+    if not 0 < options.time_limit < math.inf:  # NaN is not, either
+        parser.error(f"--time-limit is {options.time_limit:g}; expected a finite number of seconds above 0")
+    from matplotlib.backend_bases import FigureCanvasBase  # here: it takes a while, and is for commands only
+
+    # Without a suffix matplotlib would write a file of another name.
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if options.picture.suffix.lower().removeprefix(".") not in formats:
+        endings = ", ".join(f".{name}" for name in formats)
+        parser.error(f"--picture is {options.picture}; expected a name that ends in one of {endings}")
     return options
 
 
@@ -434,6 +450,8 @@ def main(arguments: list[str] | None = None) -> int:
         time_limit=options.time_limit,
         deterministic=options.deterministic,
     )
+    if text is not None and (size := len(text.encode())) <= (longest := max(settings.seqlens)):
+        sys.exit(f"--text: the text has {size} bytes; a sequence of {longest} needs at least {longest + 1}")
     infos = _choose_chapters(options.chapters)
     facts = machine(device)
     print(f"FlashAttention-2 backward, chapter by chapter, on {facts['device']} (PyTorch {facts['torch']})")
@@ -457,11 +475,12 @@ def main(arguments: list[str] | None = None) -> int:
             last_seqlen = rung.seqlen
         tqdm.write(line(rung))
 
-    try:
-        ladder = climb(settings, infos, text, report)
-    except ValueError as error:  # a text that is too short
-        sys.exit(str(error))
+    ladder = climb(settings, infos, text, report)
     print()
+    # What PyTorch's backends did is compared with nothing.
+    if not any(rung.comparisons or rung.failed for rung in ladder.rungs):
+        print("no chapter was run: all were left out or skipped")
+        return 1
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(ladder.to_json() + "\n")

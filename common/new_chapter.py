@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 
-from common.chapters import CHAPTERS, load_chapter
+from common.chapters import CHAPTERS, list_chapters, load_chapter
 
 
 def create(name: str, source: str) -> str:
@@ -17,6 +17,11 @@ def create(name: str, source: str) -> str:
     folder = CHAPTERS / name
     if folder.exists():
         raise ValueError(f"NAME is {name!r}, but {folder} exists already")
+    # Two chapters with one number: a command that is given the number would take the first.
+    if other := next((info.name for info in list_chapters() if info.name[:2] == name[:2]), None):
+        raise ValueError(
+            f"NAME is {name!r}, but {other} has the number {name[:2]} already; expected a free one"
+        )
     folder.mkdir()
     toml = (origin.info.kernel.parent / "chapter.toml").read_text()
     toml = re.sub(r'^title = ".*"$', 'title = "A title"', toml, flags=re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -180,8 +181,10 @@ def render(text: str, language: str = "en") -> str:
     return _replaced(text, SWEEP_BEGIN, SWEEP_END, sweep_table(language))
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Rewrites the front pages and draws their pictures. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m common.readme", description=__doc__.splitlines()[0])
+    parser.parse_args(arguments)
     for path, language in PAGES.items():
         path.write_text(render(path.read_text(), language))
     if ladder := find_ladder(*_SHOWN[0]):

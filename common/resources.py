@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -190,8 +191,10 @@ def _stored_kernels(nvcc_version: str) -> dict[str, list[dict]]:
     return {name: [k for k in data["kernels"] if k["chapter"] == name] for name in current}
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Measures what was edited since, and writes both files. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m common.resources", description=__doc__.splitlines()[0])
+    parser.parse_args(arguments)
     nvcc = jit.find_nvcc()
     if nvcc is None:
         print("no nvcc: install a CUDA toolkit, or pip install nvidia-cuda-nvcc", file=sys.stderr)

@@ -6,6 +6,7 @@ in ``notebooks/measurements/sass.json``, so that a machine without these tools c
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
 import json
@@ -134,8 +135,10 @@ def instructions(chapter: str | int) -> Instructions | None:
     return known
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Compiles the chapters and stores what was found. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m common.sass", description=__doc__.splitlines()[0])
+    parser.parse_args(arguments)
     versions = tools()
     if versions is None:
         print("nvcc or nvdisasm is missing: pip install -e '.[dev]'", file=sys.stderr)

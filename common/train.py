@@ -1,8 +1,9 @@
-"""Trains a small character model twice, with ``flash_attention`` and with PyTorch's SDPA: ``make train``.
+"""Trains a small character model with PyTorch's SDPA, with ``flash_attention``, and with SDPA again.
 
-Same data, same seed, same order of batches: what differs is who computes attention and its gradients. The two
-loss curves should agree as two runs with PyTorch's attention do, which adds in another order each time; the
-times of a step say what it is worth. The text is that of this repository.
+``make train``. The three take their steps in turns, with the same data, seed and order of batches: what
+differs is who computes attention and its gradients. The loss curve of ``flash_attention`` should agree with
+SDPA's as SDPA's two do with each other, as SDPA adds in another order each time; the times of a step say what
+it is worth. The text is that of this repository.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tqdm import tqdm
 
 from common import flash_attention, jit
 from common.attention import default_chapter
-from common.ladder import machine
+from common.ladder import check_at_least_one, machine
 from common.measurements import FOLDER, is_current
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -131,7 +132,7 @@ def train(settings: Settings, attention: Attention, text: Tensor) -> Iterator[tu
 
 
 def compare(settings: Settings, device: torch.device) -> dict[str, object]:
-    """Trains with both, and with PyTorch's a second time; what is printed and stored."""
+    """Trains with PyTorch's attention, with ours and with PyTorch's again; what is printed and stored."""
     text = corpus().to(device)
     parameters = sum(p.numel() for p in Model(settings, sdpa).parameters())
     # Step by step in turns: what slows the machine for a while slows all three.
@@ -167,9 +168,10 @@ def main(arguments: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m common.train", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if it can be used")
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--steps", type=int, help="of each of the three; default: 300; on a CPU 4")
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder to write to, on a GPU")
     options = parser.parse_args(arguments)
+    check_at_least_one(parser, options, "steps")
     problem = jit.cuda_problem()
     device = torch.device(options.device or ("cpu" if problem else "cuda"))
     if device.type == "cuda" and problem:

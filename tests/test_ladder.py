@@ -14,6 +14,8 @@ from common.chapters import Chapter, list_chapters
 from common.inputs import default_text, text_inputs
 from common.ladder import main
 
+NOTHING = "no chapter was run: all were left out or skipped"
+
 
 @pytest.fixture
 def climb(tmp_path: Path, capsys: pytest.CaptureFixture[str]):  # noqa: ANN201
@@ -82,8 +84,18 @@ def test_long_runs_are_skipped(climb) -> None:  # noqa: ANN001
 def test_what_does_not_fit_is_skipped(climb, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
     monkeypatch.setattr(ladder, "free_bytes", lambda device: 10_000)
     status, out = climb("--seqlens", "128", "--heads", "1", "--chapters", "01")
-    assert status == 0
     assert re.search(r"01_naive +skipped: needs about [\d.]+ MB, 10.0 KB are free", out)
+    assert (status, out.splitlines()[-1]) == (1, NOTHING), "it was all there was to run"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--head-dim", "12"], ["--deterministic", "--chapters", "04"], ["--time-limit", "1e-12"]]
+)
+def test_nothing_run_is_an_error(climb, arguments: list[str], tmp_path: Path) -> None:  # noqa: ANN001
+    status, out = climb("--seqlens", "40", "--heads", "1", "--chapters", "02", *arguments)
+    assert (status, out.splitlines()[-1]) == (1, NOTHING)
+    assert "every result is within its budget" not in out
+    assert not (tmp_path / "ladder.png").exists(), "an empty picture would replace the last one"
 
 
 def test_text(climb, tmp_path: Path) -> None:  # noqa: ANN001
@@ -99,11 +111,42 @@ def test_text(climb, tmp_path: Path) -> None:  # noqa: ANN001
     assert "pydoc_data.topics" in out
 
 
-def test_text_that_is_too_short(climb, tmp_path: Path) -> None:  # noqa: ANN001
+@pytest.mark.parametrize("content", ["short", ""])
+def test_text_that_is_too_short(
+    climb,  # noqa: ANN001
+    content: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def must_not_run(*arguments: object) -> None:
+        pytest.fail("the text is looked at before anything is built")
+
+    monkeypatch.setattr(ladder, "climb", must_not_run)
     text = tmp_path / "short.txt"
-    text.write_text("short")
-    with pytest.raises(SystemExit, match=r"the text has 5 bytes; .*64 needs at least 65"):
-        climb("--seqlens", "64", "--heads", "1", "--chapters", "02", "--text", str(text))
+    text.write_text(content)
+    message = rf"--text: the text has {len(content)} bytes; a sequence of 64 needs at least 65"
+    with pytest.raises(SystemExit, match=message):
+        climb("--seqlens", "40", "64", "--heads", "1", "--chapters", "02", "--text", str(text))
+
+
+@pytest.mark.parametrize("name", ["ladder.foo", "ladder"])
+def test_a_picture_that_cannot_be_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        ladder.parse_arguments(["--picture", name])
+    assert error.value.code == 2
+    said = capsys.readouterr().err
+    assert f"--picture is {name}; expected a name that ends in one of " in said
+    assert ".png" in said
+    assert ladder.parse_arguments(["--picture", "x.SVG"]).picture == Path("x.SVG")
+
+
+@pytest.mark.parametrize("limit", ["-1", "0", "nan", "inf"])
+def test_time_limits_out_of_range(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        ladder.parse_arguments(["--time-limit", limit])
+    assert error.value.code == 2
+    expected = f"--time-limit is {limit}; expected a finite number of seconds above 0"
+    assert expected in capsys.readouterr().err
 
 
 def test_text_inputs_are_those_of_a_trained_layer() -> None:

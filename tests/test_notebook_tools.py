@@ -1,4 +1,4 @@
-"""What common/notebook.py shows."""
+"""What common/notebook.py shows, and which notebooks common/execute.py takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from common import experiments, jit, list_chapters, load_chapter
+from common import execute, experiments, jit, list_chapters, load_chapter
 from common.check import check_chapter, compare_outputs
 from common.formulas import Problem
 from common.notebook import edited_kernel, formula_table, quiet, requests_at, roofline, show, show_experiments
@@ -97,3 +97,15 @@ def test_experiments_are_shown_with_their_verdicts() -> None:
     assert "| all warps last | 1.2 × | 271 / 280 / 287 | 258 / 276 / 299 | dropped |" in text
     assert "NVIDIA H200, torch 2" in text
     assert "who copies dO" not in text, "that is chapter 11's"
+
+
+@pytest.mark.parametrize("numbers", [["99"], ["00", "foo"]])
+def test_an_unknown_notebook_names_those_there_are(
+    numbers: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(execute, "execute", lambda path: pytest.fail(f"{path.name} is executed"))
+    with pytest.raises(SystemExit) as error:
+        execute.main(numbers)
+    assert error.value.code == 2
+    said = capsys.readouterr().err
+    assert f"NN is {numbers[-1]}; expected the two digits of one of 00_forward, 01_naive" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from helpers import is_quick, loaded, mostly_slow
 
-from common import ChapterInfo, jit, list_chapters, readme
+from common import ChapterInfo, check, jit, list_chapters, readme
 from common.diff import step_size
 from common.inputs import random_inputs
 from common.new_chapter import create
@@ -138,6 +139,9 @@ def test_new_chapter_is_found_and_runs(tmp_path: Path, monkeypatch: pytest.Monke
     mine.backward(inputs.q, inputs.k, inputs.v, out, inputs.dout, lse)
     with pytest.raises(ValueError, match="exists already"):
         create("98_mine", "02")
+    with pytest.raises(ValueError, match="NAME is '98_other', but 98_mine has the number 98 already"):
+        create("98_other", "02")
+    assert not (copies / "98_other").exists()
     with pytest.raises(ValueError, match="two digits and a name"):
         create("mine", "02")
 
@@ -145,6 +149,44 @@ def test_new_chapter_is_found_and_runs(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_unknown_chapter_names_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"there is no chapter '55'; there are 00_forward, 01_naive"):
         loaded("55")
+
+
+@pytest.mark.parametrize("module", ["readme", "resources", "sass"])
+def test_help_writes_nothing(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = importlib.import_module(f"common.{module}")
+    monkeypatch.setattr(Path, "write_text", lambda path, text: pytest.fail(f"{path.name} is written"))
+    monkeypatch.setattr(jit, "find_nvcc", lambda: pytest.fail("something is to be compiled"))
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--help"])
+    assert ended.value.code == 0
+    assert f"usage: python -m common.{module} [-h]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "size"),
+    [("--seqlen", "-3"), ("--seqlen-k", "0"), ("--batch", "0"), ("--heads", "-1"), ("--head-dim", "0")],
+)
+def test_sizes_to_check_out_of_range(option: str, size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        check.main(["05", option, size])
+    assert error.value.code == 2
+    assert f"{option} is {size}; expected at least 1" in capsys.readouterr().err
+
+
+def test_what_is_checked_is_said_before_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def stop(*arguments: object) -> None:
+        said.append(capsys.readouterr().err)
+        raise ValueError("stopped")
+
+    monkeypatch.setattr(check, "check_chapter", stop)
+    assert check.main(["05", "--seqlen", "3000", "--seqlen-k", "40", "--causal"]) == 2
+    assert said == ["Checking 05_fp32_accum backward, fp32, B=1 H=1 Nq=3000 Nk=40 d=64, causal …\n"]
 
 
 def test_sources_name_no_machine() -> None:

@@ -530,7 +530,7 @@ def test_make_readme_draws_what_is_measured(
     monkeypatch.setattr(readme, "draw_traffic", lambda reports: draw_sweep([a_sweep()]))
     monkeypatch.setattr(readme, "TRAFFIC_PICTURE", tmp_path / "traffic.png")
     monkeypatch.setattr(readme, "check_chapter", lambda *arguments: (None, None))
-    assert readme.main() == 0
+    assert readme.main([]) == 0
     assert picture.exists() == measured
     for page in pages:
         assert ("125 (1.25 ×)" in page.read_text()) == measured

@@ -40,6 +40,14 @@ def test_the_command_says_which_chapter_it_used(capsys: pytest.CaptureFixture[st
     assert "ms a step" in out
 
 
+@pytest.mark.parametrize("steps", ["0", "-1"])
+def test_a_training_has_a_step(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        train.main(["--device", "cpu", "--steps", steps])
+    assert error.value.code == 2
+    assert f"--steps is {steps}; expected at least 1" in capsys.readouterr().err
+
+
 def test_a_stored_training_is_of_the_present_kernel(tmp_path: Path) -> None:
     stored = train.load()
     assert stored is not None
