@@ -353,7 +353,7 @@ def line(rung: Rung) -> str:
 
 
 def check_at_least_one(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
-    """Ends with the parser's message where an option, such as ``head_dim``, is below 1. None was not given."""
+    """Ends with the parser's message where an option, such as ``head_dim``, is below 1. None is not given."""
     for name in names:
         value = getattr(options, name)
         if value is not None and value < 1:
