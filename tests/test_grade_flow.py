@@ -170,6 +170,24 @@ def test_a_roster_that_cannot_be_is_named(
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"", "names no student"),
+        (b"student,mail\n\n", "names no student; expected one name a line"),
+        ("Zo\u00eb\n".encode("latin-1"), "is not text in UTF-8"),
+    ],
+)
+def test_a_roster_without_names_makes_no_release(
+    content: bytes, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    roster = tmp_path / "roster.csv"
+    roster.write_bytes(content)
+    assert release.main(["--out", str(tmp_path / "out"), "--students", str(roster), "--chapter", "02"]) == 2
+    assert f"no release was made: {roster} {named}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 # ---------------------------------------------------------------- grading a folder
 
 
@@ -259,6 +277,60 @@ def test_folders_that_are_none_are_named(
     assert "make assignment writes one" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("item", ["zzz", "ada:02_tiled/zzz", "zzz:02_tiled/alibi", "01_naive/derive", ""])
+def test_what_cannot_be_regraded_is_named(
+    item: str,
+    handed_out: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submissions, "grade_all", lambda *_, **__: pytest.fail("something is graded"))
+    hand_in(handed_out, tmp_path / "submissions")
+    out = tmp_path / "grades"
+    assert run(tmp_path / "submissions", handed_out, out, "--regrade", "ada", "--regrade", item) == 2
+    said = capsys.readouterr().err
+    assert f"--regrade {item!r} is nothing that is graded here" in said
+    assert "ada, bob, eve, mal" in said
+    assert "02_tiled/alibi, 02_tiled/no_o_tile, 02_tiled/find_it" in said
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("below", ["", "exercises"])
+def test_the_folder_of_one_student_is_not_a_class(
+    below: str,
+    handed_out: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One level too deep, where the folder "exercises" would be the only student, whatever it is called."""
+    monkeypatch.setattr(submissions, "grade_all", lambda *_, **__: pytest.fail("something is graded"))
+    submitted = tmp_path / "submissions"
+    shutil.copytree(
+        handed_out / "students" / "ada" / "exercises" / "02_tiled", submitted / "ada" / below / "02_tiled"
+    )
+    (tmp_path / "link").symlink_to(submitted / "ada")
+    out = tmp_path / "grades"
+    out.mkdir()
+    (out / "grades.csv").write_text("the class\n")
+    for folder in (submitted / "ada", tmp_path / "link"):
+        assert run(folder, handed_out, out) == 2
+        said = capsys.readouterr().err
+        assert f"SUBMISSIONS={folder} is the folder of one student: it has " in said
+        assert str(Path(below) / "02_tiled") in said
+    assert [path.name for path in out.iterdir()] == ["grades.csv"]
+    assert (out / "grades.csv").read_text() == "the class\n"
+
+
+def test_a_student_may_be_called_like_a_chapter(handed_out: Path, tmp_path: Path) -> None:
+    """Groups are numbered, too: 02_ada is a student."""
+    shutil.copytree(
+        handed_out / "students" / "ada" / "exercises" / "02_tiled", tmp_path / "02_ada" / "02_tiled"
+    )
+    assert {task.student for task in submissions.tasks_of(tmp_path, list_exercises())} == {"02_ada"}
+
+
 @pytest.mark.slow
 def test_a_student_works_in_an_unpacked_release(handed_out: Path, tmp_path: Path) -> None:
     """With nothing of this repository but the archive: the starter, three honest mistakes, and the solution."""
@@ -303,6 +375,51 @@ def test_a_students_command_names_what_is_missing(tmp_path: Path, capsys: pytest
     assert "--folder says where your files are" in capsys.readouterr().err
     assert student.main(["02", "--folder", str(tmp_path)]) == 1
     assert "alibi.cu was not handed in" in capsys.readouterr().out
+
+
+def test_a_file_is_no_folder_of_a_student(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").write_text("mine")
+    for more in ([], ["--start"]):
+        assert student.main(["02", "--folder", str(tmp_path / "file"), *more]) == 2
+        assert f"{tmp_path / 'file'} is no folder; --folder says where" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_page_is_written_where_it_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is missing is made; a place that cannot be written to is named before anything is graded."""
+    arguments = ["02", "--folder", str(tmp_path), "--html"]
+    assert student.main([*arguments, str(tmp_path / "not" / "yet" / "page.html")]) == 1
+    assert "alibi.cu was not handed in" in (tmp_path / "not" / "yet" / "page.html").read_text()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(student, "grade", lambda *_: pytest.fail("something is graded"))
+    for page_, why in ((tmp_path / "file" / "page.html", "File exists"), (tmp_path, "Is a directory")):
+        assert student.main([*arguments, str(page_)]) == 2
+        assert f"--html {page_} cannot be written: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "expected the constants of each exercise"),
+        ('{"alibi": 4}', "expected the constants of each exercise"),
+        ('{"alibi": {"kAlibi": "4"}}', "expected the constants of each exercise"),
+        ("\udcff", "'utf-8' codec can't decode"),
+    ],
+)
+def test_a_broken_variant_is_named(
+    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "variant.json").write_bytes(text.encode(errors="surrogateescape"))
+    monkeypatch.setattr(student, "grade", lambda *_: pytest.fail("something is graded"))
+    for more in ([], ["--start"]):
+        assert student.main(["02", "--folder", str(tmp_path), *more]) == 2
+        said = capsys.readouterr().err
+        assert f"{tmp_path / 'variant.json'} cannot be read: " in said
+        assert named in said
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 # ---------------------------------------------------------------- pages, tables, likeness
@@ -361,7 +478,52 @@ def test_a_reader_can_start_without_a_release(tmp_path: Path, capsys: pytest.Cap
         "variant.json",
     }
     assert student.main(["02", "--start", "--folder", str(folder)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "has all files already, and is left as it is" in capsys.readouterr().err
     fault = plant(find_exercise(ALIBI).info, "public", "")
     (folder / "find_it.toml").write_text(f'line = {fault.line}\nkind = "{fault.kind}"\n')
     assert student.main(["02", "--exercise", "find_it", "--folder", str(folder)]) == 0
+
+
+def test_a_start_writes_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / "02_tiled"
+    folder.mkdir()
+    assert student.main(["02", "--start", "--folder", str(folder)]) == 0
+    assert "left as they are" not in capsys.readouterr().out
+    assert len(list(folder.iterdir())) == 6
+    starter = (folder / "no_o_tile.cu").read_text()
+    (folder / "alibi.cu").write_text("my work")
+    (folder / "no_o_tile.cu").unlink()
+    (folder / "find_it.cu").unlink()
+    # Not followed, whether or not it leads anywhere.
+    (folder / "find_it.cu").symlink_to(tmp_path / "elsewhere")
+    assert student.main(["02", "--start", "--folder", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "written: no_o_tile.cu\n" in said
+    assert "left as they are: 02_tiled.ipynb, alibi.cu, find_it.cu, find_it.toml, variant.json\n" in said
+    assert (folder / "alibi.cu").read_text() == "my work"
+    assert (folder / "no_o_tile.cu").read_text() == starter
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_start_keeps_the_variant_that_is_there(handed_out: Path, tmp_path: Path) -> None:
+    exercise = find_exercise(ALIBI)
+    constants = {"kAlibi": 6}
+    assert constants != exercise.variant("", "")
+    (tmp_path / "variant.json").write_text(json.dumps({"alibi": constants}))
+    assert student.main(["02", "--start", "--folder", str(tmp_path)]) == 0
+    assert (tmp_path / "alibi.cu").read_text() == exercise.starter(constants)
+
+
+def test_a_start_that_cannot_write_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "02_tiled"
+    assert student.main(["02", "--start", "--folder", str(folder)]) == 2
+    assert f"{folder} cannot be written: Not a directory; --folder says where" in capsys.readouterr().err
+
+
+def test_a_release_says_that_it_makes_no_files_anew(handed_out: Path) -> None:
+    command = [sys.executable, "-m", "common.grade", "02", "--start"]
+    done = subprocess.run(command, cwd=handed_out / "release", capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is not there, which files are made from; a release has them in release.zip" in done.stderr
+    assert "Traceback" not in done.stderr

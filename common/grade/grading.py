@@ -68,6 +68,7 @@ def grade(
     seed: chooses the cases. secret: the instructor's seed, which chose the planted fault; None for students.
     owner: of the planted fault, the student or "".
     constants: the student's variant; by default what ``variant.json`` in the folder says.
+    Raises ValueError if that cannot be read.
     """
     path = folder / exercise.file
     try:
@@ -93,10 +94,24 @@ def _public_fault(exercise: Exercise, folder: Path) -> Fault | None:
 
 
 def own_variant(exercise: Exercise, folder: Path) -> dict[str, int]:
-    """The constants that ``variant.json`` beside a student's files names; the usual ones without it."""
+    """The constants that ``variant.json`` beside a student's files names; the usual ones without it.
+
+    Raises ValueError, naming the file, if it is there and cannot be read.
+    """
     path = folder / VARIANT
-    data = json.loads(path.read_text()) if path.is_file() else {}
-    return {**exercise.variant("", ""), **data.get(exercise.name, {})}
+    try:
+        data = json.loads(path.read_text()) if path.is_file() else {}
+        own = data.get(exercise.name, {})
+        if not all(type(value) is int for value in own.values()):
+            raise TypeError
+    except (AttributeError, TypeError):  # JSON, of another form
+        raise ValueError(
+            f"{path} cannot be read: expected the constants of each exercise, such as "
+            f'{{"{exercise.name}": {json.dumps(exercise.variant("", ""))}}}'
+        ) from None
+    except (OSError, ValueError) as error:  # JSONDecodeError and UnicodeDecodeError do not name the file
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    return {**exercise.variant("", ""), **own}
 
 
 def exercises_for(

@@ -223,9 +223,18 @@ c.IncludeHeaderFooter.header = ""
 
 
 def _read_roster(path: Path) -> tuple[str, ...]:
-    """One student a line; of a CSV the first column, without a header "student"."""
-    names = [line.split(",")[0].strip() for line in path.read_text().splitlines()]
+    """One student a line; of a CSV the first column, without a header "student".
+
+    Raises ValueError if it is no text, or names nobody, a student twice, or one that no folder can be called.
+    """
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from None
+    names = [line.split(",")[0].strip() for line in text.splitlines()]
     names = [name for name in names if name and name != "student"]
+    if not names:
+        raise ValueError(f"{path} names no student; expected one name a line")
     for name in names:
         if not re.fullmatch(r"[\w.@-]+", name) or name.startswith("."):
             raise ValueError(f"{path}: {name!r} is no name for a folder; letters, digits and . @ - _ are")

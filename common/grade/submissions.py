@@ -50,6 +50,11 @@ class Task:
         """Where its result is kept, relative to the grades."""
         return f"items/{self.student}/{self.exercise.chapter}/{self.exercise.name}.json"
 
+    @property
+    def names(self) -> set[str]:
+        """What ``--regrade`` may call it: by its exercise, its student, or both."""
+        return {self.exercise.key, self.student, f"{self.student}:{self.exercise.key}"}
+
 
 def students_in(folder: Path) -> list[Path]:
     """The students' folders. Raises ValueError if there are none."""
@@ -74,11 +79,20 @@ def _chapter_folder(student: Path, chapter: str) -> Path | None:
 
 
 def tasks_of(folder: Path, exercises: Sequence[Exercise]) -> list[Task]:
-    """What is to be graded: every exercise of the chapters that at least one student handed in."""
+    """What is to be graded: every exercise of the chapters that at least one student handed in.
+
+    Raises ValueError if nobody handed in anything, or if the folder is that of one student.
+    """
     students = students_in(folder)
-    chapters = [
-        c for c in dict.fromkeys(e.chapter for e in exercises) if any(_chapter_folder(s, c) for s in students)
-    ]
+    known = list(dict.fromkeys(e.chapter for e in exercises))
+    for chapter in known:
+        # One level too deep: its ``exercises`` would be the only student, and replace the grades of all.
+        if (own := _chapter_folder(folder.resolve(), chapter)) is not None:
+            raise ValueError(
+                f"SUBMISSIONS={folder} is the folder of one student: it has "
+                f"{own.relative_to(folder.resolve())}; expected the folder above, with one folder a student"
+            )
+    chapters = [c for c in known if any(_chapter_folder(s, c) for s in students)]
     if not chapters:
         raise ValueError(f"no student of {folder} has a folder of a chapter, such as {exercises[0].chapter}")
     return [
@@ -87,6 +101,18 @@ def tasks_of(folder: Path, exercises: Sequence[Exercise]) -> list[Task]:
         for exercise in exercises
         if exercise.chapter in chapters
     ]
+
+
+def check_names(again: Sequence[str], tasks: Sequence[Task]) -> None:
+    """Raises ValueError for what ``--regrade`` names and none of the tasks is called."""
+    for name in again:
+        if not any(name in task.names for task in tasks):
+            students = ", ".join(dict.fromkeys(task.student for task in tasks))
+            exercises = ", ".join(dict.fromkeys(task.exercise.key for task in tasks))
+            raise ValueError(
+                f"--regrade {name!r} is nothing that is graded here; expected a student, an exercise, or "
+                f"student:exercise\nstudents:  {students}\nexercises: {exercises}"
+            )
 
 
 @cache
@@ -153,7 +179,7 @@ def grade_all(
     waiting = []
     for task in tasks:
         item = _stored(out / task.stored)
-        forced = {task.exercise.key, task.student, f"{task.student}:{task.exercise.key}"} & set(again)
+        forced = task.names & set(again)
         if item is not None and not forced and item.digest == digest_of(task, assignment):
             yield item
         else:
@@ -254,6 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         assignment = Assignment.read(options.assignment)
         tasks = tasks_of(options.submissions, list_exercises(options.chapter, assignment.folders))
+        check_names(options.regrade, tasks)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
