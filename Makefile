@@ -56,7 +56,7 @@ test-all: test test-slow ## every test
 bench: $(READY) ## measure on this machine's GPU into notebooks/measurements/
 	$(PYTHON) -m common.bench $(ARGS)
 
-train: $(READY) ## a small character model, once with flash_attention and once with PyTorch's
+train: $(READY) ## a small character model, with flash_attention and with PyTorch's attention
 	$(PYTHON) -m common.train $(ARGS)
 
 sanitize: $(READY) ## compute-sanitizer over every chapter, on a GPU

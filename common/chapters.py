@@ -558,7 +558,7 @@ class Chapter:
         self._check_supported(q.dtype, q.shape[3])
         scale = validation.default_scale(softmax_scale, q.shape[3])
         if q.numel() == 0 or k.numel() == 0:
-            raise ValueError("q and k are empty: there is no launch to check")
+            raise ValueError("q or k is empty: there is no launch to check")
 
         library = jit.build(
             self.info.kernel,
