@@ -69,6 +69,11 @@ def visible_mask(seqlen_q: int, seqlen_k: int, is_causal: bool, device: torch.de
     return cols <= rows + (seqlen_k - seqlen_q) if is_causal else (rows >= 0) & (cols >= 0)
 
 
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    check_qkv(q, k, v, _DTYPES)
+    check_like("q", q, dout=dout)
+
+
 def explicit_gradients(
     q: Tensor,
     k: Tensor,
@@ -84,8 +89,7 @@ def explicit_gradients(
     Shapes as in ``Chapter.forward`` and ``Chapter.backward``, float64 too. Rows that see no key get zeros and
     lse −inf. Raises TypeError or ValueError, naming the argument.
     """
-    check_qkv(q, k, v, _DTYPES)
-    check_like("q", q, dout=dout)
+    _check_inputs(q, k, v, dout)
     scale = default_scale(softmax_scale, q.shape[-1])
     visible = _visible(q, k, is_causal, rule)
     row_has_key = visible.any(-1, keepdim=True)
@@ -114,8 +118,7 @@ def reference_gradients(
     rule: ScoreRule = PLAIN,
 ) -> Gradients:
     """``explicit_gradients`` in float64, on the inputs as they are rounded to their dtype."""
-    check_qkv(q, k, v, _DTYPES)
-    check_like("q", q, dout=dout)
+    _check_inputs(q, k, v, dout)
     inputs = (tensor.double() for tensor in (q, k, v, dout))
     return explicit_gradients(*inputs, softmax_scale=softmax_scale, is_causal=is_causal, rule=rule)
 
@@ -382,8 +385,7 @@ def compare(
 
     Raises TypeError or ValueError, naming the argument: shapes and dtypes are those of the inputs.
     """
-    check_qkv(q, k, v, _DTYPES)
-    check_like("q", q, dout=dout)
+    _check_inputs(q, k, v, dout)
     if not isinstance(result, Gradients):
         raise TypeError(f"result is a {type(result).__name__}; expected Gradients")
     options = {"softmax_scale": softmax_scale, "is_causal": is_causal, "rule": rule}
